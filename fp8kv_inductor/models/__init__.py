@@ -1,0 +1,1 @@
+"""Model graphs in plain PyTorch plus the fp8kv operators."""
