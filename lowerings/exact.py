@@ -1,0 +1,223 @@
+"""numerics.py as Inductor IR: rounding that may not be dropped, e4m3 codes, exact scales.
+
+Functions take and give ``ops`` values (one element); ``Target`` says what the device needs.
+Inductor computes bf16 and fp16 in fp32 and drops casts between them when it fuses. Everything here
+therefore rounds for itself, so that bytes do not depend on what was fused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.virtualized import ops
+
+from fp8kv_inductor.formats import (
+    E4M3_MAX,
+    SCALE_EXPONENT_MAX,
+    SCALE_EXPONENT_MIN,
+    RowFormat,
+)
+from fp8kv_inductor.lowerings import block
+from fp8kv_inductor.numerics import (
+    ACT_QUANT_AMAX_MIN,
+    E4M3_NAN,
+    FP32_BIAS,
+    FP32_MANTISSA_BITS,
+    act_quant_exponent_max,
+    ceil_log2_offsets,
+)
+
+OpsValue = Any
+F32 = torch.float32
+I32 = torch.int32
+U8 = torch.uint8
+E4M3 = torch.float8_e4m3fn
+
+SIGN_BIT = -(1 << 31)
+EXPONENT_MASK = 0xFF << FP32_MANTISSA_BITS
+E4M3_MANTISSA_BITS = 3
+E4M3_BIAS = 7
+E4M3_MIN_NORMAL_EXPONENT = 1 - E4M3_BIAS
+
+SINGLE_ROUNDING_CAPABILITY = 90
+"""First compute capability whose Triton cast from fp32 to e4m3 rounds once."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a device's code generator can do.
+
+    Attributes:
+        triton: Triton prints the kernel, so the primitives of ``block`` exist.
+        single_rounding_cast: its cast from fp32 to e4m3 is one round to nearest even.
+    """
+
+    triton: bool
+    single_rounding_cast: bool
+
+    @classmethod
+    def of(cls, device: torch.device) -> Target:
+        """The target behind ``device``."""
+        if device.type != "cuda":
+            return cls(False, False)
+        capability = DeviceProperties.create(device).cc
+        single = isinstance(capability, int) and capability >= SINGLE_ROUNDING_CAPABILITY
+        return cls(True, single)
+
+
+def f32(value: float) -> OpsValue:
+    """An fp32 constant."""
+    return ops.constant(value, F32)
+
+
+def i32(value: int) -> OpsValue:
+    """An int32 constant."""
+    return ops.constant(value, I32)
+
+
+def rounded(value: OpsValue, dtype: torch.dtype) -> OpsValue:
+    """``value`` as fp32, rounded to ``dtype`` by a cast that Inductor keeps."""
+    if dtype == F32:
+        return ops.to_dtype(value, F32)
+    narrow = ops.to_dtype(value, dtype, src_dtype=F32, use_compute_types=False)
+    return ops.to_dtype(narrow, F32, src_dtype=dtype)
+
+
+def clamp(value: OpsValue, low: float, high: float) -> OpsValue:
+    """fp32 clamp that keeps NaN."""
+    return ops.minimum(ops.maximum(value, f32(low)), f32(high))
+
+
+def bits(value: OpsValue) -> OpsValue:
+    """The bits of an fp32 value as int32."""
+    return ops.to_dtype_bitcast(value, I32, F32)
+
+
+def from_bits(value: OpsValue) -> OpsValue:
+    """The fp32 value behind int32 bits."""
+    return ops.to_dtype_bitcast(value, F32, I32)
+
+
+def finite_magnitude(value: OpsValue) -> OpsValue:
+    """|value|, and 0 for infinities and NaN."""
+    magnitude = ops.abs(value)
+    return ops.where(ops.lt(magnitude, f32(float("inf"))), magnitude, f32(0.0))
+
+
+def ceil_log2_ratio(value: OpsValue, limit: float) -> OpsValue:
+    """ceil(log2(value / limit)) as int32 (:func:`numerics.ceil_log2_ratio`)."""
+    carry, shift = ceil_log2_offsets(limit)
+    exponent = ops.bitwise_right_shift(ops.add(bits(value), i32(carry)), i32(FP32_MANTISSA_BITS))
+    return ops.sub(exponent, i32(shift))
+
+
+def exp2_int(exponent: OpsValue) -> OpsValue:
+    """2^exponent as fp32, exactly."""
+    return from_bits(
+        ops.bitwise_left_shift(ops.add(exponent, i32(FP32_BIAS)), i32(FP32_MANTISSA_BITS))
+    )
+
+
+def on_e4m3_grid(value: OpsValue) -> OpsValue:
+    """A clamped fp32 value, rounded to the nearest e4m3 value, still as fp32.
+
+    Adding and subtracting 1.5 * 2^n, n such that its last mantissa bit is worth one e4m3 step,
+    leaves the rounding to fp32 addition, which is to nearest even. NaN stays NaN, -0 stays -0.
+    """
+    exponent = ops.maximum(
+        ops.bitwise_and(bits(value), i32(EXPONENT_MASK)),
+        i32((FP32_BIAS + E4M3_MIN_NORMAL_EXPONENT) << FP32_MANTISSA_BITS),
+    )
+    dropped = FP32_MANTISSA_BITS - E4M3_MANTISSA_BITS
+    half = 1 << (FP32_MANTISSA_BITS - 1)
+    anchor = from_bits(ops.add(exponent, i32((dropped << FP32_MANTISSA_BITS) + half)))
+    on_grid = ops.sub(ops.add(value, anchor), anchor)
+    return from_bits(ops.bitwise_or(bits(on_grid), ops.bitwise_and(bits(value), i32(SIGN_BIT))))
+
+
+def e4m3_round_trip(value: OpsValue) -> OpsValue:
+    """e4m3 encode and decode of an fp32 value (saturating, NaN stays), as fp32."""
+    return on_e4m3_grid(clamp(value, -E4M3_MAX, E4M3_MAX))
+
+
+def e4m3_codes(value: OpsValue, target: Target) -> OpsValue:
+    """e4m3 codes (uint8) of an fp32 value (:func:`numerics.e4m3_encode`)."""
+    value = clamp(value, -E4M3_MAX, E4M3_MAX)
+    if target.triton:
+        if not target.single_rounding_cast:
+            value = on_e4m3_grid(value)
+        return ops.to_dtype_bitcast(ops.to_dtype(value, E4M3, src_dtype=F32), U8, E4M3)
+    value = on_e4m3_grid(value)
+    magnitude = ops.abs(value)
+    dropped = FP32_MANTISSA_BITS - E4M3_MANTISSA_BITS
+    normal = ops.sub(
+        ops.bitwise_right_shift(bits(magnitude), i32(dropped)),
+        i32((FP32_BIAS - E4M3_BIAS) << E4M3_MANTISSA_BITS),
+    )
+    steps = f32(2.0 ** (E4M3_MANTISSA_BITS - E4M3_MIN_NORMAL_EXPONENT))
+    subnormal = ops.to_dtype(ops.mul(magnitude, steps), I32, src_dtype=F32)
+    is_normal = ops.ge(magnitude, f32(2.0**E4M3_MIN_NORMAL_EXPONENT))
+    sign = ops.bitwise_and(ops.bitwise_right_shift(bits(value), i32(24)), i32(0x80))
+    code = ops.bitwise_or(ops.where(is_normal, normal, subnormal), sign)
+    code = ops.where(ops.isnan(value), i32(E4M3_NAN), code)
+    return ops.to_dtype(code, U8, src_dtype=I32)
+
+
+def e4m3_values(code: OpsValue, target: Target) -> OpsValue:
+    """fp32 values of e4m3 codes (:func:`numerics.e4m3_decode`)."""
+    if target.triton:
+        return ops.to_dtype(ops.to_dtype_bitcast(code, E4M3, U8), F32, src_dtype=E4M3)
+    code = ops.to_dtype(code, I32, src_dtype=U8)
+    magnitude = ops.bitwise_and(code, i32(0x7F))
+    normal = from_bits(
+        ops.bitwise_left_shift(
+            ops.add(magnitude, i32((FP32_BIAS - E4M3_BIAS) << E4M3_MANTISSA_BITS)),
+            i32(FP32_MANTISSA_BITS - E4M3_MANTISSA_BITS),
+        )
+    )
+    step = f32(2.0 ** (E4M3_MIN_NORMAL_EXPONENT - E4M3_MANTISSA_BITS))
+    subnormal = ops.mul(ops.to_dtype(magnitude, F32, src_dtype=I32), step)
+    is_normal = ops.ge(magnitude, i32(1 << E4M3_MANTISSA_BITS))
+    value = ops.where(is_normal, normal, subnormal)
+    value = ops.where(ops.eq(magnitude, i32(E4M3_NAN)), f32(float("nan")), value)
+    return ops.where(ops.ge(code, i32(0x80)), ops.neg(value), value)
+
+
+def act_quant(value: OpsValue, amax: OpsValue, dtype: torch.dtype) -> OpsValue:
+    """fp32 result of ``act_quant`` for one element, given its block's finite maximum."""
+    exponent = ceil_log2_ratio(ops.maximum(amax, f32(ACT_QUANT_AMAX_MIN)), E4M3_MAX)
+    exponent = ops.minimum(exponent, i32(act_quant_exponent_max(dtype)))
+    scaled = ops.mul(value, exp2_int(ops.neg(exponent)))
+    return ops.mul(e4m3_round_trip(scaled), exp2_int(exponent))
+
+
+def encode(
+    value: OpsValue, amax: OpsValue, fmt: RowFormat, target: Target
+) -> tuple[OpsValue, OpsValue]:
+    """Code and block scale of one element, in the pool's dtypes (:func:`numerics.encode_rows`)."""
+    if fmt.rule == "pow2":
+        exponent = ops.minimum(
+            ops.maximum(ceil_log2_ratio(amax, E4M3_MAX), i32(SCALE_EXPONENT_MIN)),
+            i32(SCALE_EXPONENT_MAX),
+        )
+        scaled = ops.mul(value, exp2_int(ops.neg(exponent)))
+        if fmt.scale_dtype == U8:
+            scale = ops.to_dtype(ops.add(exponent, i32(FP32_BIAS)), U8, src_dtype=I32)
+        else:
+            scale = ops.to_dtype(exp2_int(exponent), fmt.scale_dtype, src_dtype=F32)
+        return e4m3_codes(scaled, target), scale
+    divide = block.div_rn if target.triton else ops.truediv
+    bounded = clamp(divide(amax, f32(E4M3_MAX)), 2.0**SCALE_EXPONENT_MIN, 2.0**SCALE_EXPONENT_MAX)
+    held = rounded(bounded, fmt.scale_dtype)
+    scale = ops.to_dtype(held, fmt.scale_dtype, src_dtype=F32)
+    return e4m3_codes(divide(value, held), target), scale
+
+
+def decode_scale(scale: OpsValue, fmt: RowFormat) -> OpsValue:
+    """A pool scale as fp32 (:func:`numerics.decode_scales`)."""
+    if fmt.scale_dtype == U8:
+        return exp2_int(ops.sub(ops.to_dtype(scale, I32, src_dtype=U8), i32(FP32_BIAS)))
+    return ops.to_dtype(scale, F32, src_dtype=fmt.scale_dtype)

@@ -1,0 +1,220 @@
+"""rope, act_quant and store: IR over whole rows, so that Inductor fuses them with their producers.
+
+Each op keeps the iteration space [tokens, (heads,) head_dim] of the norm in front of it. With
+Triton a block maximum stays pointwise (``block.block_amax``) and the whole chain is one kernel; on
+the CPU it is an ordinary reduction, and the encoded rows go into the pool by ``write_rows``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import ir
+from torch._inductor.ir import TensorBox
+from torch._inductor.lowering import register_lowering
+from torch._inductor.virtualized import V, ops
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+from fp8kv_inductor.formats import RowFormat, get_format
+from fp8kv_inductor.lowerings import block, exact
+from fp8kv_inductor.lowerings.exact import F32, I32, OpsValue, Target
+
+Index = Sequence[sympy.Expr]
+Loader = Callable[[Index], OpsValue]
+
+
+def register_rows() -> None:
+    """Register the lowerings of rope, act_quant and store."""
+    for name, lowering in (("rope", _rope), ("act_quant", _act_quant), ("store", _store)):
+        register_lowering(getattr(torch.ops.fp8kv, name).default, type_promotion_kind=None)(
+            lowering
+        )
+
+
+def _row_loader(x: TensorBox) -> Loader:
+    """Loads an element as fp32, rounded to the dtype of ``x`` even if its producer was fused."""
+    load, dtype = x.make_loader(), x.get_dtype()
+    return lambda index: exact.rounded(load(index), dtype)
+
+
+def _rows_like(x: TensorBox, inner_fn: Loader) -> TensorBox:
+    return ir.Pointwise.create(
+        device=x.get_device(), dtype=x.get_dtype(), inner_fn=inner_fn, ranges=x.get_size()
+    )
+
+
+def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -> TensorBox:
+    load, cos_load, sin_load = _row_loader(x), cos.make_loader(), sin.make_loader()
+    target = Target.of(x.get_device())
+    product = block.mul_rn if target.triton else ops.mul
+    first = x.get_size()[-1] - 2 * cos.get_size()[1]
+    dtype = x.get_dtype()
+
+    def inner(index: Index) -> OpsValue:
+        *lead, column = index
+        own = load(index)
+        in_tail = ops.ge(ops.index_expr(column, I32), ops.index_expr(first, I32))
+        odd = ModularIndexing(column - first, 1, 2)
+        partner = load([*lead, column + 1 - 2 * odd])
+        pair = [lead[0], FloorDiv(column - first, 2)]
+        angle_cos = ops.masked(in_tail, lambda: cos_load(pair), 1.0)
+        angle_sin = ops.masked(in_tail, lambda: sin_load(pair), 0.0)
+        # even: own cos - partner sin; odd: own cos + partner sin
+        sign = ops.index_expr((1 - 2 * odd if inverse else 2 * odd - 1), I32)
+        turned = product(ops.mul(partner, ops.to_dtype(sign, F32, src_dtype=I32)), angle_sin)
+        rotated = exact.rounded(ops.add(product(own, angle_cos), turned), dtype)
+        return ops.to_dtype(ops.where(in_tail, rotated, own), dtype, src_dtype=F32)
+
+    return _rows_like(x, inner)
+
+
+def _block_maxima(
+    x: TensorBox, load: Loader, columns: sympy.Expr, group: int, target: Target
+) -> Loader:
+    """Finite block maximum of each of the first ``columns`` elements of a row, by its index."""
+    if target.triton:
+        return lambda index: block.block_amax(exact.finite_magnitude(load(index)), index[-1], group)
+    *lead, _ = x.get_size()
+    blocks = FloorDiv(columns, group)
+    maxima = ir.Reduction.create(
+        device=x.get_device(),
+        dst_dtype=F32,
+        src_dtype=F32,
+        inner_fn=lambda index, within: exact.finite_magnitude(
+            load([*index[:-1], index[-1] * group + within[0]])
+        ),
+        ranges=[*lead, blocks],
+        reduction_ranges=[sympy.Integer(group)],
+        reduction_type="max",
+    )
+    maxima.realize()
+    maxima_load = maxima.make_loader()
+    # Columns past the last block read it too; their value is not used.
+    return lambda index: maxima_load(
+        [*index[:-1], sympy.Min(FloorDiv(index[-1], group), blocks - 1)]
+    )
+
+
+def _act_quant(x: TensorBox, features: int, block: int = 64) -> TensorBox:
+    load = _row_loader(x)
+    amax = _block_maxima(x, load, sympy.Integer(features), block, Target.of(x.get_device()))
+    dtype = x.get_dtype()
+
+    def inner(index: Index) -> OpsValue:
+        value = load(index)
+        quantized = exact.act_quant(value, amax(index), dtype)
+        is_quantized = ops.lt(ops.index_expr(index[-1], I32), exact.i32(features))
+        return ops.to_dtype(ops.where(is_quantized, quantized, value), dtype, src_dtype=F32)
+
+    return _rows_like(x, inner)
+
+
+def _store(rows: TensorBox, slots: TensorBox, data: TensorBox, scale: TensorBox, fmt: str) -> None:
+    row_format, target = get_format(fmt), Target.of(rows.get_device())
+    load = _row_loader(rows)
+    amax: Loader | None = None
+    if row_format.quantized:
+        amax = _block_maxima(rows, load, rows.get_size()[1], row_format.block, target)
+
+    def element(index: Index) -> tuple[OpsValue, OpsValue | None]:
+        value = load(index)
+        if amax is None:
+            return ops.to_dtype(value, row_format.code_dtype, src_dtype=F32), None
+        return exact.encode(value, amax(index), row_format, target)
+
+    if target.triton:
+        _scatter_rows(rows, slots, data, scale, row_format, element)
+    else:
+        _write_rows(rows, slots, data, scale, row_format, element)
+
+
+Element = Callable[[Index], tuple[OpsValue, Any]]
+
+
+def _scatter_rows(
+    rows: TensorBox,
+    slots: TensorBox,
+    data: TensorBox,
+    scale: TensorBox,
+    fmt: RowFormat,
+    element: Element,
+) -> None:
+    """Two masked scatters over [tokens, head_dim] that the scheduler fuses into one kernel."""
+    slot_load, n_slots = slots.make_loader(), data.get_size()[0]
+
+    def scatter(
+        pool: TensorBox, value: Loader, column: Callable[[sympy.Expr], sympy.Expr], group: int
+    ) -> None:
+        """Write columns that are multiples of ``group`` of live rows into the pool's own buffer."""
+
+        def output_index(index: Index) -> list[sympy.Expr]:
+            slot = ops.to_dtype(slot_load([index[0]]), torch.int64)
+            live = ops.and_(
+                ops.ge(slot, ops.constant(0, torch.int64)),
+                ops.lt(slot, ops.index_expr(n_slots, torch.int64)),
+            )
+            if group > 1:
+                offset = ops.index_expr(ModularIndexing(index[1], 1, group), I32)
+                live = ops.and_(live, ops.eq(offset, exact.i32(0)))
+            # Relative to the token: an index that does not name every loop variable is broadcast,
+            # and loses its mask.
+            relative = ops.sub(slot, ops.index_expr(index[0], torch.int64))
+            guarded = block.guard(relative, live)
+            row = ops.indirect_indexing(guarded, n_slots, check=False, wrap_neg=False)
+            return [row + index[0], column(index[1])]
+
+        pool.realize()
+        buffer = ir.ComputedBuffer(
+            name=None,
+            layout=ir.MutationLayoutSHOULDREMOVE(pool),
+            data=ir.Scatter(
+                device=pool.get_device(),
+                dtype=pool.get_dtype(),
+                inner_fn=value,
+                ranges=rows.get_size(),
+                output_indexer=output_index,
+            ),
+        )
+        buffer.name = V.graph.register_buffer(buffer)
+        V.graph.register_operation(buffer)
+
+    scatter(data, lambda index: element(index)[0], lambda column: column, 1)
+    if fmt.quantized:
+        scatter(
+            scale,
+            lambda index: element(index)[1],
+            lambda column: FloorDiv(column, fmt.block),
+            fmt.block,
+        )
+
+
+def _write_rows(
+    rows: TensorBox,
+    slots: TensorBox,
+    data: TensorBox,
+    scale: TensorBox,
+    fmt: RowFormat,
+    element: Element,
+) -> None:
+    """Encode into fresh rows, then let ``write_rows`` check the slots and write the live ones."""
+    device, (tokens, head_dim) = rows.get_device(), rows.get_size()
+
+    def encoded(inner_fn: Loader, dtype: torch.dtype, width: sympy.Expr) -> TensorBox:
+        box = ir.Pointwise.create(
+            device=device, dtype=dtype, inner_fn=inner_fn, ranges=[tokens, width]
+        )
+        box.realize()
+        return box
+
+    codes = encoded(lambda index: element(index)[0], fmt.code_dtype, head_dim)
+    scales = encoded(
+        (lambda index: element([index[0], index[1] * fmt.block])[1])
+        if fmt.quantized
+        else (lambda index: ops.constant(0, fmt.scale_dtype)),
+        fmt.scale_dtype,
+        scale.get_size()[1],
+    )
+    ir.FallbackKernel.create(torch.ops.fp8kv.write_rows.default, codes, scales, slots, data, scale)
