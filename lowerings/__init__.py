@@ -8,7 +8,9 @@ if __name__ != "fp8kv_inductor.lowerings":
 from functools import cache
 
 from fp8kv_inductor.lowerings import cache_key
+from fp8kv_inductor.lowerings.attention import register_attention
 from fp8kv_inductor.lowerings.block import register_primitives
+from fp8kv_inductor.lowerings.indexer import register_indexer
 from fp8kv_inductor.lowerings.rows import register_rows
 
 
@@ -22,3 +24,5 @@ def register() -> None:
 def _register_lowerings() -> None:
     register_primitives()
     register_rows()
+    register_attention()
+    register_indexer()

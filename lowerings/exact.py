@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import ops
 
 from fp8kv_inductor.formats import (
@@ -42,7 +41,7 @@ E4M3_MANTISSA_BITS = 3
 E4M3_BIAS = 7
 E4M3_MIN_NORMAL_EXPONENT = 1 - E4M3_BIAS
 
-SINGLE_ROUNDING_CAPABILITY = 90
+SINGLE_ROUNDING_CAPABILITY = (9, 0)
 """First compute capability whose Triton cast from fp32 to e4m3 rounds once."""
 
 
@@ -53,19 +52,27 @@ class Target:
     Attributes:
         triton: Triton prints the kernel, so the primitives of ``block`` exist.
         single_rounding_cast: its cast from fp32 to e4m3 is one round to nearest even.
+        sm_count: streaming multiprocessors of a GPU.
+        shared_bytes: shared memory that one program may use on a GPU.
     """
 
-    triton: bool
-    single_rounding_cast: bool
+    triton: bool = False
+    single_rounding_cast: bool = False
+    sm_count: int = 0
+    shared_bytes: int = 0
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
         """The target behind ``device``."""
         if device.type != "cuda":
-            return cls(False, False)
-        capability = DeviceProperties.create(device).cc
-        single = isinstance(capability, int) and capability >= SINGLE_ROUNDING_CAPABILITY
-        return cls(True, single)
+            return cls()
+        properties = torch.cuda.get_device_properties(device)
+        return cls(
+            triton=True,
+            single_rounding_cast=(properties.major, properties.minor) >= SINGLE_ROUNDING_CAPABILITY,
+            sm_count=properties.multi_processor_count,
+            shared_bytes=properties.shared_memory_per_block_optin,
+        )
 
 
 def f32(value: float) -> OpsValue:

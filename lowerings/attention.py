@@ -1,0 +1,359 @@
+"""sparse_attention: a template on CUDA (prefill or split-k), gathering reductions on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import triton
+from torch._inductor import ir
+from torch._inductor.ir import TensorBox
+from torch._inductor.lowering import empty_strided, register_lowering, view
+from torch._inductor.select_algorithm import SymbolicGridFn
+from torch._inductor.virtualized import V, ops
+from torch.utils._sympy.functions import FloorDiv
+
+from fp8kv_inductor.formats import RowFormat, get_format
+from fp8kv_inductor.kernels import attention as kernels
+from fp8kv_inductor.lowerings import exact
+from fp8kv_inductor.lowerings.exact import F32, OpsValue, Target, f32
+from fp8kv_inductor.lowerings.template import make_template, realized, select
+
+Index = Sequence[sympy.Expr]
+Loader = Callable[[Index], OpsValue]
+
+MINUS_INF = float("-inf")
+MAX_SPLITS = 32
+"""The combination of split-k parts is unrolled in the IR up to this many."""
+
+
+def register_attention() -> None:
+    """Register the lowering of sparse_attention."""
+    register_lowering(torch.ops.fp8kv.sparse_attention.default, type_promotion_kind=None)(
+        _sparse_attention
+    )
+
+
+def _sparse_attention(
+    q: TensorBox,
+    window_data: TensorBox,
+    window_scale: TensorBox,
+    cmp_data: TensorBox,
+    cmp_scale: TensorBox,
+    indices: TensorBox,
+    cmp_counts: TensorBox | None,
+    sink: TensorBox,
+    n_window: int,
+    softmax_scale: float,
+    fmt: str,
+) -> tuple[TensorBox, TensorBox]:
+    read = _Read(
+        q,
+        (window_data, window_scale),
+        (cmp_data, cmp_scale),
+        indices,
+        cmp_counts,
+        sink,
+        n_window,
+        softmax_scale,
+        get_format(fmt),
+    )
+    if Target.of(q.get_device()).triton:
+        return _triton(read)
+    return _reductions(read)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The operator's arguments."""
+
+    q: TensorBox
+    window: tuple[TensorBox, TensorBox]
+    cmp: tuple[TensorBox, TensorBox]
+    indices: TensorBox
+    cmp_counts: TensorBox | None
+    sink: TensorBox
+    n_window: int
+    softmax_scale: float
+    fmt: RowFormat
+
+    def pointwise(self, inner_fn: Loader, dtype: torch.dtype, ranges: Index) -> TensorBox:
+        return ir.Pointwise.create(
+            device=self.q.get_device(), dtype=dtype, inner_fn=inner_fn, ranges=list(ranges)
+        )
+
+
+def _normalize(acc: OpsValue, m: OpsValue, total: OpsValue, sink: OpsValue) -> OpsValue:
+    """acc / (total + exp(sink - m)), 0 for an empty row or an infinite sink.
+
+    Args:
+        acc: sum of exp(score - m) * row.
+        m: maximum of the scores, -inf if there is none.
+        total: sum of exp(score - m).
+        sink: natural log of what is added to the denominator.
+    """
+    top = ops.maximum(m, sink)
+    shift = ops.where(ops.eq(top, f32(MINUS_INF)), f32(0.0), top)
+    weight = ops.exp(ops.sub(m, shift))
+    denominator = ops.add(ops.mul(total, weight), ops.exp(ops.sub(sink, shift)))
+    empty = ops.or_(ops.eq(denominator, f32(0.0)), ops.eq(sink, f32(float("inf"))))
+    return ops.mul(acc, ops.where(empty, f32(0.0), ops.truediv(weight, denominator)))
+
+
+def _shift(m: OpsValue) -> OpsValue:
+    """What to subtract from scores: their maximum, or 0 where -inf - -inf would give NaN."""
+    return ops.where(ops.eq(m, f32(MINUS_INF)), f32(0.0), m)
+
+
+def _grid(tokens: Any, head_blocks: Any, splits: Any, meta: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """One program per token, block of heads and split of the token's live columns."""
+    return tokens, head_blocks, splits
+
+
+@functools.cache
+def _template() -> Any:
+    return make_template(
+        "sparse_attention",
+        SymbolicGridFn(_grid),
+        (
+            kernels.load_query,
+            kernels.load_rows,
+            kernels.column_stop,
+            kernels.split_range,
+            kernels.attend,
+            kernels.finish,
+        ),
+    )
+
+
+def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
+    """Prefill or split-k, by the number of tokens that the graph is compiled for."""
+    tokens, *row_sizes = read.q.get_size()
+    heads, head_dim = map(V.graph.sizevars.guard_int, row_sizes)
+    columns = read.indices.get_size()[1]
+    device = read.q.get_device()
+    target = Target.of(device)
+    dtype = read.q.get_dtype()
+    tile = kernels.choose_read_config(heads, head_dim, dtype, target.shared_bytes)
+    head_blocks = triton.cdiv(heads, tile.block_h)
+    hint = V.graph.sizevars.optimization_hint
+    splits = kernels.choose_splits(hint(tokens), head_blocks, hint(columns), target.sm_count)
+    splits = min(splits, MAX_SPLITS)
+
+    lse = empty_strided([tokens, heads, splits], None, dtype=F32, device=device)
+    pools = [read.window[0], read.cmp[0]]
+    if read.fmt.quantized:
+        pools += [read.window[1], read.cmp[1]]
+    counts = [] if read.cmp_counts is None else [read.cmp_counts]
+    inputs = realized(read.q, read.indices, read.sink, lse, *pools, *counts)
+    sizes = [tokens, heads, head_dim] if splits == 1 else [tokens, heads, splits, head_dim]
+    part = select(
+        _template(),
+        inputs,
+        ir.FixedLayout(
+            device,
+            dtype if splits == 1 else F32,
+            sizes,
+            ir.FlexibleLayout.contiguous_strides(sizes),
+        ),
+        [
+            {
+                "BLOCK_H": tile.block_h,
+                "BLOCK_K": tile.block_k,
+                "STAGES": tile.num_stages,
+                "num_warps": tile.num_warps,
+                "num_stages": tile.num_stages,
+            }
+        ],
+        mutated_inputs=[inputs[3]],
+        call_sizes=[tokens, head_blocks, splits],
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK=read.fmt.block,
+        SPLITS=splits,
+        N_WINDOW=read.n_window,
+        SOFTMAX_SCALE=read.softmax_scale,
+        HAS_COUNTS=bool(counts),
+    )
+    if splits == 1:
+        return part, view(lse, [tokens, heads])
+    return _combine(read, part, lse, splits)
+
+
+def _combine(
+    read: _Read, part: TensorBox, lse: TensorBox, splits: int
+) -> tuple[TensorBox, TensorBox]:
+    """Weighted sum of the parts: a part counts like a row with score ``lse``."""
+    part_load, lse_load, sink_load = (box.make_loader() for box in (part, lse, read.sink))
+    dtype = read.q.get_dtype()
+
+    def weights(index: Index) -> tuple[OpsValue, list[OpsValue]]:
+        scores = [lse_load([*index, sympy.Integer(split)]) for split in range(splits)]
+        m = functools.reduce(ops.maximum, scores)
+        return m, [ops.exp(ops.sub(score, _shift(m))) for score in scores]
+
+    def out(index: Index) -> OpsValue:
+        *row, feature = index
+        m, weight = weights(row)
+        parts = [
+            ops.mul(part_load([*row, sympy.Integer(split), feature]), weight[split])
+            for split in range(splits)
+        ]
+        acc, total = functools.reduce(ops.add, parts), functools.reduce(ops.add, weight)
+        return ops.to_dtype(_normalize(acc, m, total, sink_load([row[1]])), dtype, src_dtype=F32)
+
+    def total_lse(index: Index) -> OpsValue:
+        m, weight = weights(index)
+        return ops.add(m, ops.log(functools.reduce(ops.add, weight)))
+
+    sizes = read.q.get_size()
+    return read.pointwise(out, dtype, sizes), read.pointwise(total_lse, F32, sizes[:2])
+
+
+def _reductions(read: _Read) -> tuple[TensorBox, TensorBox]:
+    """Gather and dequantize inside the loops of two reductions per pool.
+
+    Columns of the window and of the compressed pool are separate parts, so that no loop has to
+    choose a pool. A dead column reads row 0 and drops what it read.
+    """
+    tokens, heads, head_dim = read.q.get_size()
+    columns = read.indices.get_size()[1]
+    dtype = read.q.get_dtype()
+    q_load, sink_load = read.q.make_loader(), read.sink.make_loader()
+    parts = [
+        _Part(read, pool, first, width)
+        for pool, first, width in (
+            (read.window, 0, read.n_window),
+            (read.cmp, read.n_window, columns - read.n_window),
+        )
+        if width != 0
+    ]
+
+    def reduction(
+        kind: str, inner: Callable[[Index, Index], OpsValue], ranges: Index, over: sympy.Expr
+    ) -> Loader:
+        box = ir.Reduction.create(
+            device=read.q.get_device(),
+            dst_dtype=F32,
+            src_dtype=F32,
+            inner_fn=inner,
+            ranges=list(ranges),
+            reduction_ranges=[sympy.sympify(over)],
+            reduction_type=kind,
+        )
+        box.realize()
+        return box.make_loader()
+
+    def scores_of(part: _Part) -> Loader:
+        def dot(index: Index, feature: Index) -> OpsValue:
+            token, head, column = index
+            q = exact.rounded(q_load([token, head, *feature]), dtype)
+            return ops.mul(q, part.value(token, column, feature[0]))
+
+        dots = reduction("sum", dot, [tokens, heads, part.width], head_dim)
+
+        def score(index: Index) -> OpsValue:
+            token, _, column = index
+            scaled = ops.mul(dots(index), f32(read.softmax_scale))
+            return ops.where(part.live(token, column), scaled, f32(MINUS_INF))
+
+        return score
+
+    scores = [scores_of(part) for part in parts]
+
+    def over_parts(
+        kind: str,
+        combine: Callable[[OpsValue, OpsValue], OpsValue],
+        inner: Callable[[_Part, Loader], Callable[[Index, Index], OpsValue]],
+        ranges: Index,
+        empty: float,
+    ) -> Loader:
+        loaders = [
+            reduction(kind, inner(part, score), ranges, part.width)
+            for part, score in zip(parts, scores, strict=True)
+        ]
+        if not loaders:
+            return lambda index: f32(empty)
+        return lambda index: functools.reduce(combine, [load(index) for load in loaders])
+
+    rows = [tokens, heads]
+    m = over_parts(
+        "max",
+        ops.maximum,
+        lambda part, score: lambda index, column: score([*index, *column]),
+        rows,
+        MINUS_INF,
+    )
+
+    def weight(score: Loader, row: Index, column: Index) -> OpsValue:
+        return ops.exp(ops.sub(score([*row, *column]), _shift(m(row))))
+
+    total = over_parts(
+        "sum", ops.add, lambda part, score: functools.partial(weight, score), rows, 0.0
+    )
+    acc = over_parts(
+        "sum",
+        ops.add,
+        lambda part, score: (
+            lambda index, column: ops.mul(
+                weight(score, index[:2], column), part.value(index[0], column[0], index[2])
+            )
+        ),
+        [*rows, head_dim],
+        0.0,
+    )
+
+    def out(index: Index) -> OpsValue:
+        row = index[:2]
+        value = _normalize(acc(index), m(row), total(row), sink_load([row[1]]))
+        return ops.to_dtype(value, dtype, src_dtype=F32)
+
+    def lse(index: Index) -> OpsValue:
+        return ops.add(m(index), ops.log(total(index)))
+
+    return read.pointwise(out, dtype, [*rows, head_dim]), read.pointwise(lse, F32, rows)
+
+
+class _Part:
+    """The columns of one pool."""
+
+    def __init__(
+        self, read: _Read, pool: tuple[TensorBox, TensorBox], first: Any, width: Any
+    ) -> None:
+        self.fmt = read.fmt
+        self.first, self.width = first, sympy.sympify(width)
+        self.is_window = first == 0 and read.n_window != 0
+        self.n_slots = pool[0].get_size()[0]
+        self.data, self.scale = pool[0].make_loader(), pool[1].make_loader()
+        self.indices = read.indices.make_loader()
+        self.counts = None if read.cmp_counts is None else read.cmp_counts.make_loader()
+
+    def _slot(self, token: sympy.Expr, column: sympy.Expr) -> OpsValue:
+        return ops.to_dtype(self.indices([token, column + self.first]), torch.int64)
+
+    def live(self, token: sympy.Expr, column: sympy.Expr) -> OpsValue:
+        """Whether the column exists: its index is >= 0 and it lies below the count."""
+        live = ops.ge(self._slot(token, column), ops.constant(0, torch.int64))
+        if self.counts is None or self.is_window:
+            return live
+        count = ops.to_dtype(self.counts([token]), torch.int64)
+        return ops.and_(live, ops.lt(ops.index_expr(column, torch.int64), count))
+
+    def value(self, token: sympy.Expr, column: sympy.Expr, feature: sympy.Expr) -> OpsValue:
+        """The dequantized element as fp32, 0 in a dead column."""
+        live = self.live(token, column)
+        slot = ops.where(live, self._slot(token, column), ops.constant(0, torch.int64))
+        row = ops.indirect_indexing(slot, self.n_slots, check=True, wrap_neg=False)
+        element = self.data([row, feature])
+        if self.fmt.quantized:
+            scale = self.scale([row, FloorDiv(feature, self.fmt.block)])
+            element = ops.mul(
+                exact.e4m3_values(element, Target()), exact.decode_scale(scale, self.fmt)
+            )
+        else:
+            element = ops.to_dtype(element, F32, src_dtype=self.fmt.code_dtype)
+        return ops.where(live, element, f32(0.0))

@@ -1,0 +1,144 @@
+"""indexer_scores: a template on CUDA, nested reductions on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+import triton
+from torch._inductor import ir
+from torch._inductor.ir import TensorBox
+from torch._inductor.lowering import register_lowering
+from torch._inductor.select_algorithm import SymbolicGridFn
+from torch._inductor.virtualized import V, ops
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+from fp8kv_inductor.kernels import indexer as kernels
+from fp8kv_inductor.lowerings import exact
+from fp8kv_inductor.lowerings.exact import F32, OpsValue, Target, f32
+from fp8kv_inductor.lowerings.template import make_template, realized, select
+
+Index = Sequence[sympy.Expr]
+
+
+def register_indexer() -> None:
+    """Register the lowering of indexer_scores."""
+    register_lowering(torch.ops.fp8kv.indexer_scores.default, type_promotion_kind=None)(
+        _indexer_scores
+    )
+
+
+def _indexer_scores(
+    q: TensorBox,
+    weights: TensorBox,
+    idx_data: TensorBox,
+    page_rows: TensorBox,
+    request: TensorBox,
+    counts: TensorBox,
+    page_size: int,
+) -> TensorBox:
+    lower = _triton if Target.of(q.get_device()).triton else _reductions
+    return lower(q, weights, idx_data, page_rows, request, counts, page_size)
+
+
+def _grid(tokens: Any, tiles: Any, meta: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """One program per token and tile of its keys."""
+    return tokens, tiles, 1
+
+
+@functools.cache
+def _template() -> Any:
+    return make_template("indexer_scores", SymbolicGridFn(_grid), (kernels.score_tile,))
+
+
+def _triton(
+    q: TensorBox,
+    weights: TensorBox,
+    idx_data: TensorBox,
+    page_rows: TensorBox,
+    request: TensorBox,
+    counts: TensorBox,
+    page_size: int,
+) -> TensorBox:
+    tokens, *row_sizes = q.get_size()
+    heads, width = map(V.graph.sizevars.guard_int, row_sizes)
+    keys = page_rows.get_size()[1] * page_size
+    block_n = kernels.keys_per_program(q.get_dtype())
+    return select(
+        _template(),
+        realized(q, weights, idx_data, page_rows, request, counts),
+        ir.FixedLayout(q.get_device(), F32, [tokens, keys], [keys, sympy.Integer(1)]),
+        [{"BLOCK_N": block_n, "num_warps": 4, "num_stages": 1}],
+        call_sizes=[tokens, FloorDiv(keys + block_n - 1, block_n)],
+        D=width,
+        PAGE_SIZE=page_size,
+        BLOCK_H=max(16, triton.next_power_of_2(heads)),
+        BLOCK_D=max(16, triton.next_power_of_2(width)),
+    )
+
+
+def _reductions(
+    q: TensorBox,
+    weights: TensorBox,
+    idx_data: TensorBox,
+    page_rows: TensorBox,
+    request: TensorBox,
+    counts: TensorBox,
+    page_size: int,
+) -> TensorBox:
+    """sum over heads of weight * relu(sum over features of q * key); dead keys are not read."""
+    device = q.get_device()
+    tokens, heads, width = q.get_size()
+    requests, pages = page_rows.get_size()
+    keys = pages * page_size
+    q_load, weight_load, key_load, page_load, request_load, count_load = (
+        box.make_loader() for box in (q, weights, idx_data, page_rows, request, counts)
+    )
+    n_keys = idx_data.get_size()[0]
+
+    def live(token: sympy.Expr, key: sympy.Expr) -> OpsValue:
+        count = ops.to_dtype(count_load([token]), torch.int64)
+        return ops.lt(ops.index_expr(key, torch.int64), count)
+
+    def key_element(token: sympy.Expr, key: sympy.Expr, feature: sympy.Expr) -> OpsValue:
+        row = ops.indirect_indexing(request_load([token]), requests, wrap_neg=False)
+        first = ops.to_dtype(page_load([row, FloorDiv(key, page_size)]), torch.int64)
+        offset = ops.index_expr(ModularIndexing(key, 1, page_size), torch.int64)
+        slot = ops.indirect_indexing(ops.add(first, offset), n_keys, wrap_neg=False)
+        return ops.to_dtype(key_load([slot, feature]), F32)
+
+    def dot(index: Index, feature: Index) -> OpsValue:
+        token, head, key = index
+        element = ops.masked(live(token, key), lambda: key_element(token, key, feature[0]), 0.0)
+        return ops.mul(exact.rounded(q_load([token, head, *feature]), q.get_dtype()), element)
+
+    def reduction(inner: Any, ranges: Index, over: sympy.Expr) -> Any:
+        box = ir.Reduction.create(
+            device=device,
+            dst_dtype=F32,
+            src_dtype=F32,
+            inner_fn=inner,
+            ranges=list(ranges),
+            reduction_ranges=[over],
+            reduction_type="sum",
+        )
+        box.realize()
+        return box.make_loader()
+
+    dots = reduction(dot, [tokens, heads, keys], width)
+
+    def weighted(index: Index, head: Index) -> OpsValue:
+        token, key = index
+        similarity = ops.relu(dots([token, *head, key]))
+        return ops.mul(weight_load([token, *head]), similarity)
+
+    scores = reduction(weighted, [tokens, keys], heads)
+    return ir.Pointwise.create(
+        device=device,
+        dtype=F32,
+        inner_fn=lambda index: ops.where(live(*index), scores(index), f32(float("-inf"))),
+        ranges=[tokens, keys],
+    )

@@ -1,0 +1,1 @@
+"""Triton templates of the reads, as data files."""
