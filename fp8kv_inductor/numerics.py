@@ -34,11 +34,11 @@ def ceil_log2_offsets(limit: float) -> tuple[int, int]:
 
     ceil(log2(x / limit)) = ((bits(x) + carry) >> 23) - shift.
 
-    ``carry`` pushes mantissas above that of ``limit`` into the next exponent.
+    ``carry`` pushes mantissas above that of ``limit``, an fp32 value, into the next exponent.
     """
-    bits = int(torch.tensor(limit, dtype=torch.float32).view(torch.int32))
-    mantissa_mask = (1 << FP32_MANTISSA_BITS) - 1
-    return mantissa_mask - (bits & mantissa_mask), bits >> FP32_MANTISSA_BITS
+    significand, exponent = math.frexp(limit)
+    one = 1 << FP32_MANTISSA_BITS
+    return 2 * one - 1 - int(2 * significand * one), exponent - 1 + FP32_BIAS
 
 
 def ceil_log2_ratio(x: Tensor, limit: float) -> Tensor:

@@ -26,6 +26,9 @@ SCHEMAS = {
     "rope": "(Tensor x, Tensor cos, Tensor sin, bool inverse=False) -> Tensor",
     "act_quant": "(Tensor x, int features, int block=64) -> Tensor",
     "store": ("(Tensor rows, Tensor slots, Tensor(a!) data, Tensor(b!) scale, str fmt) -> ()"),
+    "write_rows": (
+        "(Tensor codes, Tensor scales, Tensor slots, Tensor(a!) data, Tensor(b!) scale) -> ()"
+    ),
     "sparse_attention": (
         "(Tensor q, Tensor window_data, Tensor window_scale, Tensor cmp_data, Tensor cmp_scale, "
         "Tensor indices, Tensor? cmp_counts, Tensor sink, int n_window, float softmax_scale, "
@@ -35,6 +38,7 @@ SCHEMAS = {
         "(Tensor q, Tensor weights, Tensor idx_data, Tensor page_rows, Tensor request, "
         "Tensor counts, int page_size) -> Tensor"
     ),
+    "sinkhorn": "(Tensor logits, int iterations, float eps) -> Tensor",
 }
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -153,7 +157,7 @@ def _check_sparse_attention(
     _check_dtype("indices", indices, INDEX_DTYPES)
     _check_equal("tokens of q and indices", q.shape[0], indices.shape[0])
     torch._check(
-        0 <= n_window,
+        n_window >= 0,
         lambda: f"n_window is {n_window}; needed: 0 or more",
     )
     torch._check(
@@ -195,6 +199,13 @@ def _check_indexer_scores(
     _check(page_size > 0, f"page_size is {page_size}; needed: 1 or more")
 
 
+def _check_sinkhorn(logits: Tensor, iterations: int) -> None:
+    _check_dim("logits", logits, 3)
+    _check_dtype("logits", logits, (torch.float32,))
+    _check_equal("rows and columns of logits", logits.shape[1], logits.shape[2])
+    _check(iterations > 0, f"iterations is {iterations}; needed: 1 or more")
+
+
 @torch.library.register_fake(f"{NAMESPACE}::rope", lib=_library)
 def _rope_fake(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
     _check_rope(x, cos, sin)
@@ -210,6 +221,14 @@ def _act_quant_fake(x: Tensor, features: int, block: int = 64) -> Tensor:
 @torch.library.register_fake(f"{NAMESPACE}::store", lib=_library)
 def _store_fake(rows: Tensor, slots: Tensor, data: Tensor, scale: Tensor, fmt: str) -> None:
     _check_store(rows, slots, data, scale, fmt)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::write_rows", lib=_library)
+def _write_rows_fake(
+    codes: Tensor, scales: Tensor, slots: Tensor, data: Tensor, scale: Tensor
+) -> None:
+    _check_equal("tokens of codes and slots", codes.shape[0], slots.shape[0])
+    _check_equal("widths of codes and data", codes.shape[1], data.shape[1])
 
 
 @torch.library.register_fake(f"{NAMESPACE}::sparse_attention", lib=_library)
@@ -246,6 +265,12 @@ def _indexer_scores_fake(
     return q.new_empty((q.shape[0], page_rows.shape[1] * page_size), dtype=torch.float32)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::sinkhorn", lib=_library)
+def _sinkhorn_fake(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    _check_sinkhorn(logits, iterations)
+    return logits.new_empty(logits.shape)
+
+
 @torch.library.impl(_library, "rope", "CPU")
 def _rope_cpu(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
     _check_rope(x, cos, sin)
@@ -273,13 +298,20 @@ def check_slots(slots: Tensor, n_slots: int) -> None:
 @torch.library.impl(_library, "store", "CPU")
 def _store_cpu(rows: Tensor, slots: Tensor, data: Tensor, scale: Tensor, fmt: str) -> None:
     row_format = _check_store(rows, slots, data, scale, fmt)
+    _write_rows_cpu(*numerics.encode_rows(rows, row_format), slots, data, scale)
+
+
+@torch.library.impl(_library, "write_rows", "CPU")
+def _write_rows_cpu(
+    codes: Tensor, scales: Tensor, slots: Tensor, data: Tensor, scale: Tensor
+) -> None:
+    """Rows that are encoded already go into their slots: the tail of a store on the CPU."""
     check_slots(slots, data.shape[0])
     live = slots >= 0
     live_slots = slots[live].to(torch.int64)
-    codes, scales = numerics.encode_rows(rows[live], row_format)
-    data[live_slots] = codes
-    if row_format.quantized:
-        scale[live_slots] = scales
+    data[live_slots] = codes[live]
+    if scales.shape[1]:
+        scale[live_slots] = scales[live]
 
 
 def live_columns(indices: Tensor, cmp_counts: Tensor | None, n_window: int) -> Tensor:
@@ -287,7 +319,7 @@ def live_columns(indices: Tensor, cmp_counts: Tensor | None, n_window: int) -> T
     live = indices >= 0
     if cmp_counts is not None:
         column = torch.arange(indices.shape[1], device=indices.device)
-        live &= column < (n_window + cmp_counts.clamp_min(0)).unsqueeze(1)
+        live &= column - n_window < cmp_counts.clamp_min(0).unsqueeze(1)
     return live
 
 
@@ -381,6 +413,17 @@ def _indexer_scores_cpu(
     return scores
 
 
+@torch.library.impl(_library, "sinkhorn", "CPU")
+def _sinkhorn_cpu(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    _check_sinkhorn(logits, iterations)
+    comb = logits.contiguous().softmax(-1).add_(eps)
+    comb.div_(comb.sum(-2, keepdim=True).add_(eps))
+    for _ in range(iterations - 1):
+        comb.div_(comb.sum(-1, keepdim=True).add_(eps))
+        comb.div_(comb.sum(-2, keepdim=True).add_(eps))
+    return comb
+
+
 @torch.library.impl(_library, "rope", "CUDA")
 def _rope_cuda(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
     from fp8kv_inductor.kernels.rope import rope as kernel
@@ -453,6 +496,14 @@ def _indexer_scores_cuda(
 
     _check_indexer_scores(q, weights, idx_data, page_rows, request, counts, page_size)
     return kernel(q, weights, idx_data, page_rows, request, counts, page_size)
+
+
+@torch.library.impl(_library, "sinkhorn", "CUDA")
+def _sinkhorn_cuda(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    from fp8kv_inductor.kernels.sinkhorn import sinkhorn as kernel
+
+    _check_sinkhorn(logits, iterations)
+    return kernel(logits, iterations, eps)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
@@ -573,3 +624,21 @@ def indexer_scores(
     return torch.ops.fp8kv.indexer_scores(
         q, weights, idx.data, page_rows, request, counts, page_size
     )
+
+
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """Doubly stochastic matrices: softmax over rows, then rows and columns normalised in turn.
+
+    comb = softmax(logits, -1) + eps, divided by its column sums + eps; then ``iterations - 1``
+    rounds of division by row sums + eps and by column sums + eps. An operator because a compiler
+    sees a hundred dependent steps here, and makes half as many kernels of them.
+
+    Args:
+        logits: `[T, C, C]` fp32.
+        iterations: rounds.
+        eps: added to the softmax and to every sum.
+
+    Returns:
+        `[T, C, C]` fp32, contiguous.
+    """
+    return torch.ops.fp8kv.sinkhorn(logits, iterations, eps)

@@ -1,0 +1,533 @@
+"""Attention of every query over its own list of pool rows, K and V being the same row.
+
+Two ways through the same mathematics: *prefill*, one program per token and block of heads, and
+*split-k*, where several programs share the columns of a token and a second kernel combines their
+partial results. The functions above the kernels use nothing but ``tl``, their arguments and each
+other, so that their source can be pasted into a template.
+
+Names: BLOCK_H heads, BLOCK_K columns, BLOCK_D features of a tile (D padded to a power of two); D
+head_dim; BLOCK elements per scale, 0 for rows without scales. ``window`` and ``cmp`` are tuples
+(data pointer, scale pointer, row stride of data, row stride of scale).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8kv_inductor.formats import RowFormat
+from fp8kv_inductor.kernels.launch import device_limits
+
+
+@triton.jit
+def load_rows(
+    window,
+    cmp,
+    slots,
+    in_window,
+    live,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Gather and dequantize the rows `[BLOCK_K, BLOCK_D]` of one tile of columns.
+
+    Columns that are not ``live``, and features beyond D, are not read and come out as zeros.
+    """
+    slots = slots.to(tl.int64)
+    features = tl.arange(0, BLOCK_D)
+    data_rows = tl.where(in_window, window[0], cmp[0])
+    data_rows += slots * tl.where(in_window, window[2], cmp[2])
+    rows = tl.load(
+        data_rows[:, None] + features[None, :],
+        mask=live[:, None] & (features < D)[None, :],
+        other=0,
+    )
+    if BLOCK > 0:
+        N_BLOCKS: tl.constexpr = BLOCK_D // BLOCK
+        blocks = tl.arange(0, N_BLOCKS)
+        scale_rows = tl.where(in_window, window[1], cmp[1])
+        scale_rows += slots * tl.where(in_window, window[3], cmp[3])
+        scales = tl.load(
+            scale_rows[:, None] + blocks[None, :],
+            mask=live[:, None] & (blocks * BLOCK < D)[None, :],
+            other=0,
+        )
+        if scales.dtype == tl.uint8:
+            # A one-byte scale is the exponent field of an fp32 number.
+            scales = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        values = rows.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        values = tl.reshape(values, [slots.shape[0], N_BLOCKS, BLOCK])
+        values = values * scales.to(tl.float32)[:, :, None]
+        rows = tl.reshape(values, [slots.shape[0], BLOCK_D])
+    return rows.to(DTYPE)
+
+
+@triton.jit
+def column_stop(count, n_window, n_columns):
+    """First column that does not exist: counts are clamped to `[0, n_columns - n_window]`."""
+    return n_window + tl.minimum(tl.maximum(count, 0), n_columns - n_window).to(tl.int32)
+
+
+@triton.jit
+def split_range(split, stop, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns `[start, stop)` of one of SPLITS equal parts of the live columns, in whole tiles."""
+    width = tl.cdiv(tl.cdiv(stop, BLOCK_K), SPLITS) * BLOCK_K
+    start = split * width
+    return start, tl.minimum(start + width, stop)
+
+
+@triton.jit
+def attend(
+    q,
+    window,
+    cmp,
+    indices,
+    stride_column,
+    n_window,
+    start,
+    stop,
+    softmax_scale,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Online softmax over the columns `[start, stop)` of one token.
+
+    Args:
+        q: `[BLOCK_H, BLOCK_D]` in the dtype of the dot products.
+        indices: the token's row of slots.
+
+    Returns:
+        acc `[BLOCK_H, BLOCK_D]` fp32, the sum of p * row; m `[BLOCK_H]`, the maximum of the scores
+        in base 2, -inf if no column was live; l `[BLOCK_H]`, the sum of p = 2^(score - m).
+    """
+    BLOCK_H: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
+    to_base_2 = softmax_scale * 1.4426950408889634
+    m = tl.full([BLOCK_H], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK_H], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    for first in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
+        columns = first + tl.arange(0, BLOCK_K)
+        offsets = columns.to(tl.int64) * stride_column
+        slots = tl.load(indices + offsets, mask=columns < stop, other=-1)
+        live = slots >= 0
+        rows = load_rows(window, cmp, slots, columns < n_window, live, D, BLOCK_D, BLOCK, q.dtype)
+        scores = tl.dot(q, tl.trans(rows), input_precision="ieee") * to_base_2
+        scores = tl.where(live[None, :], scores, -float("inf"))
+        new_m = tl.maximum(m, tl.max(scores, 1))
+        # While nothing was live, -inf - -inf must not become NaN.
+        shift = tl.where(new_m == -float("inf"), 0.0, new_m)
+        p = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(m - shift)
+        l = l * rescale + tl.sum(p, 1)  # noqa: E741
+        acc = tl.dot(p.to(q.dtype), rows, acc * rescale[:, None], input_precision="ieee")
+        m = new_m
+    return acc, m, l
+
+
+@triton.jit
+def finish(acc, m, l, sink):  # noqa: E741
+    """Normalise what ``attend`` returns.
+
+    Args:
+        sink: `[BLOCK_H]` natural log of what is added to the denominator.
+
+    Returns:
+        out `[BLOCK_H, BLOCK_D]` fp32 and lse `[BLOCK_H]`, natural log, without the sink.
+    """
+    sink_2 = sink * 1.4426950408889634
+    top = tl.maximum(m, sink_2)
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    weight = tl.exp2(m - shift)
+    total = l * weight + tl.exp2(sink_2 - shift)
+    # Nothing live and no sink: 0 / 0. An infinite sink: inf - inf. Both rows are zero.
+    empty = (total == 0.0) | (sink_2 == float("inf"))
+    out = acc * tl.where(empty, 0.0, weight / total)[:, None]
+    return out, (m + tl.log2(l)) * 0.6931471805599453
+
+
+@triton.jit
+def load_query(q, heads, n_heads, stride_head, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Query tile `[BLOCK_H, BLOCK_D]` in the dtype of the dot products.
+
+    bf16 queries stay bf16. fp16 has too small a range for a row's values, so fp16 is computed in
+    fp32, like fp32 itself.
+    """
+    features = tl.arange(0, BLOCK_D)
+    tile = tl.load(
+        q + (heads.to(tl.int64) * stride_head)[:, None] + features[None, :],
+        mask=(heads < n_heads)[:, None] & (features < D)[None, :],
+        other=0.0,
+    )
+    if tile.dtype != tl.bfloat16:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def live_stop(counts, token, stride_count, n_window, n_columns):
+    """``column_stop`` of a token; all columns without counts."""
+    if counts is None:
+        return n_columns
+    else:
+        return column_stop(tl.load(counts + token * stride_count), n_window, n_columns)
+
+
+@triton.jit(do_not_specialize=["n_window", "n_columns", "n_heads"])
+def prefill_kernel(
+    q,
+    window_data,
+    window_scale,
+    cmp_data,
+    cmp_scale,
+    indices,
+    counts,
+    sink,
+    out,
+    lse,
+    softmax_scale,
+    n_window,
+    n_columns,
+    n_heads,
+    stride_q_token,
+    stride_q_head,
+    stride_window_data,
+    stride_window_scale,
+    stride_cmp_data,
+    stride_cmp_scale,
+    stride_index_token,
+    stride_index_column,
+    stride_count,
+    stride_sink,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (tokens, blocks of heads): one program reads all columns of its token."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    query = load_query(q + token * stride_q_token, heads, n_heads, stride_q_head, D, BLOCK_D)
+    acc, m, l = attend(  # noqa: E741
+        query,
+        (window_data, window_scale, stride_window_data, stride_window_scale),
+        (cmp_data, cmp_scale, stride_cmp_data, stride_cmp_scale),
+        indices + token * stride_index_token,
+        stride_index_column,
+        n_window,
+        0,
+        live_stop(counts, token, stride_count, n_window, n_columns),
+        softmax_scale,
+        D,
+        BLOCK,
+        BLOCK_K,
+        STAGES,
+    )
+    head_mask = heads < n_heads
+    head_sink = tl.load(sink + heads * stride_sink, mask=head_mask, other=0.0)
+    result, result_lse = finish(acc, m, l, head_sink)
+    features = tl.arange(0, BLOCK_D)
+    row = token * n_heads + heads
+    tl.store(
+        out + (row * D)[:, None] + features[None, :],
+        result.to(out.dtype.element_ty),
+        mask=head_mask[:, None] & (features < D)[None, :],
+    )
+    tl.store(lse + row, result_lse, mask=head_mask)
+
+
+@triton.jit(do_not_specialize=["n_window", "n_columns", "n_heads"])
+def split_kernel(
+    q,
+    window_data,
+    window_scale,
+    cmp_data,
+    cmp_scale,
+    indices,
+    counts,
+    partial_out,
+    partial_lse,
+    softmax_scale,
+    n_window,
+    n_columns,
+    n_heads,
+    stride_q_token,
+    stride_q_head,
+    stride_window_data,
+    stride_window_scale,
+    stride_cmp_data,
+    stride_cmp_scale,
+    stride_index_token,
+    stride_index_column,
+    stride_count,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (tokens, blocks of heads, SPLITS): one program reads one part of the live columns.
+
+    The live columns are divided, not the width of the list: work stays balanced when counts are
+    far below the width that a captured graph was built for.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(2)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    query = load_query(q + token * stride_q_token, heads, n_heads, stride_q_head, D, BLOCK_D)
+    live = live_stop(counts, token, stride_count, n_window, n_columns)
+    start, stop = split_range(split, live, SPLITS, BLOCK_K)
+    acc, m, l = attend(  # noqa: E741
+        query,
+        (window_data, window_scale, stride_window_data, stride_window_scale),
+        (cmp_data, cmp_scale, stride_cmp_data, stride_cmp_scale),
+        indices + token * stride_index_token,
+        stride_index_column,
+        n_window,
+        start,
+        stop,
+        softmax_scale,
+        D,
+        BLOCK,
+        BLOCK_K,
+        STAGES,
+    )
+    result, result_lse = finish(acc, m, l, tl.full([BLOCK_H], -float("inf"), tl.float32))
+    features = tl.arange(0, BLOCK_D)
+    head_mask = heads < n_heads
+    row = (token * n_heads + heads) * SPLITS + split
+    tl.store(
+        partial_out + (row * D)[:, None] + features[None, :],
+        result,
+        mask=head_mask[:, None] & (features < D)[None, :],
+    )
+    tl.store(partial_lse + row, result_lse, mask=head_mask)
+
+
+@triton.jit
+def combine_kernel(
+    partial_out,
+    partial_lse,
+    sink,
+    out,
+    lse,
+    n_heads,
+    stride_sink,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (tokens, heads, blocks of features): weighted sum of the SPLITS partial results.
+
+    It is ``finish`` over the splits: a partial result counts like a row with score ``lse``.
+    """
+    row = tl.program_id(0).to(tl.int64) * n_heads + tl.program_id(1)
+    splits = tl.arange(0, BLOCK_S)
+    features = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    scores = tl.load(partial_lse + row * SPLITS + splits, mask=splits < SPLITS, other=-float("inf"))
+    scores = scores * 1.4426950408889634
+    partial = tl.load(
+        partial_out + ((row * SPLITS + splits) * D)[:, None] + features[None, :],
+        mask=(splits < SPLITS)[:, None] & (features < D)[None, :],
+        other=0.0,
+    )
+    m = tl.max(scores, 0)
+    shift = tl.where(m == -float("inf"), 0.0, m)
+    p = tl.exp2(scores - shift)
+    acc = tl.sum(partial * p[:, None], 0)
+    head_sink = tl.load(sink + tl.program_id(1) * stride_sink)
+    result, result_lse = finish(
+        acc[None, :],
+        tl.full([1], 0.0, tl.float32) + m,
+        tl.full([1], 0.0, tl.float32) + tl.sum(p, 0),
+        tl.full([1], 0.0, tl.float32) + head_sink,
+    )
+    tl.store(
+        out + row * D + features[None, :],
+        result.to(out.dtype.element_ty),
+        mask=(features < D)[None, :],
+    )
+    if tl.program_id(2) == 0:
+        tl.store(lse + row + tl.arange(0, 1), result_lse)
+
+
+class ReadConfig(NamedTuple):
+    """Tile of a read: BLOCK_H heads times BLOCK_K columns, and how it is compiled."""
+
+    block_h: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_read_config(
+    n_heads: int, head_dim: int, dtype: torch.dtype, shared_bytes: int
+) -> ReadConfig:
+    """The tile of a read that fits into ``shared_bytes`` of shared memory.
+
+    A row is dequantized once for all heads of a tile, so tiles are as high as the heads and the
+    memory allow: the fp32 accumulator passes through shared memory on its way to the output, and
+    queries and rows need less than that. 32 columns and eight warps are the largest tile of 64
+    heads times 512 features that spills no registers on sm_90.
+
+    Args:
+        n_heads: H.
+        head_dim: D.
+        dtype: of the queries; others than bf16 are computed in fp32, without tensor cores.
+        shared_bytes: limit of the device.
+    """
+    block_d = triton.next_power_of_2(head_dim)
+    num_warps = 8 if block_d > 256 else 4
+    if dtype != torch.bfloat16:
+        return ReadConfig(block_h=16, block_k=16, num_warps=num_warps, num_stages=1)
+    block_h = min(64, max(16, triton.next_power_of_2(n_heads)))
+    while block_h > 16 and block_h * block_d * torch.float32.itemsize > shared_bytes:
+        block_h //= 2
+    return ReadConfig(block_h, block_k=32, num_warps=num_warps, num_stages=2)
+
+
+SPLIT_COLUMNS = 64
+"""Fewest columns that are worth a program of their own."""
+
+
+def choose_splits(tokens: int, head_blocks: int, columns: int, sm_count: int) -> int:
+    """Number of column ranges per token that fills the GPU once, each of SPLIT_COLUMNS or more.
+
+    Args:
+        tokens: T.
+        head_blocks: blocks of heads per token.
+        columns: K, the width of the index list.
+        sm_count: streaming multiprocessors of the device.
+    """
+    idle_factor = sm_count // max(1, tokens * head_blocks)
+    parts = triton.cdiv(columns, SPLIT_COLUMNS)
+    if idle_factor <= 1 or parts <= 1:
+        return 1
+    return triton.cdiv(parts, triton.cdiv(parts, min(idle_factor, parts)))
+
+
+COMBINE_TILE_ELEMENTS = 8192
+"""Elements of a combine tile: 64 fp32 registers per thread of four warps."""
+
+
+def sparse_attention(
+    q: Tensor,
+    window: tuple[Tensor, Tensor],
+    cmp: tuple[Tensor, Tensor],
+    indices: Tensor,
+    cmp_counts: Tensor | None,
+    sink: Tensor,
+    n_window: int,
+    softmax_scale: float,
+    row_format: RowFormat,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over pool rows; see :func:`fp8kv_inductor.ops.sparse_attention`.
+
+    Args:
+        q: `[T, H, D]` bf16, fp16 or fp32. Strides are free, but queries whose features are not
+            neighbours are copied.
+        window, cmp: data `[N, D]` and scale `[N, D / B]` of a pool; rows may be padded.
+        indices: `[T, K]` int32 or int64, any strides.
+        cmp_counts: `[T]` int32 or int64, or None.
+        sink: `[H]` fp32.
+        n_window: columns of the window pool.
+        softmax_scale: factor of the dot products.
+        row_format: of both pools.
+        splits: column ranges per token; 1 is the prefill kernel. Chosen from the shapes and the
+            device if None.
+
+    Returns:
+        out `[T, H, D]` in the dtype of ``q`` and lse `[T, H]` fp32.
+    """
+    tokens, n_heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((tokens, n_heads), dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    limits = device_limits(q.device)
+    config = choose_read_config(n_heads, head_dim, q.dtype, limits.shared_bytes)
+    head_blocks = triton.cdiv(n_heads, config.block_h)
+    n_columns = indices.shape[1]
+    if splits is None:
+        splits = choose_splits(tokens, head_blocks, n_columns, limits.sm_count)
+    block_d = triton.next_power_of_2(head_dim)
+    pools = (*window, *cmp)
+    sizes = (softmax_scale, n_window, n_columns, n_heads)
+    strides = (
+        q.stride(0),
+        q.stride(1),
+        *(pool.stride(0) for pool in pools),
+        indices.stride(0),
+        indices.stride(1),
+        0 if cmp_counts is None else cmp_counts.stride(0),
+    )
+    options = {
+        "D": head_dim,
+        "BLOCK": row_format.block,
+        "BLOCK_H": config.block_h,
+        "BLOCK_K": config.block_k,
+        "BLOCK_D": block_d,
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+    }
+    with torch.cuda.device_of(q):
+        if splits == 1:
+            prefill_kernel[(tokens, head_blocks)](
+                q,
+                *pools,
+                indices,
+                cmp_counts,
+                sink,
+                out,
+                lse,
+                *sizes,
+                *strides,
+                sink.stride(0),
+                **options,
+            )
+            return out, lse
+        partial_shape = (tokens, n_heads, splits)
+        partial_out = torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
+        split_kernel[(tokens, head_blocks, splits)](
+            q,
+            *pools,
+            indices,
+            cmp_counts,
+            partial_out,
+            partial_lse,
+            *sizes,
+            *strides,
+            SPLITS=splits,
+            **options,
+        )
+        block_s = triton.next_power_of_2(splits)
+        combine_d = min(block_d, max(16, COMBINE_TILE_ELEMENTS // block_s))
+        combine_kernel[(tokens, n_heads, triton.cdiv(head_dim, combine_d))](
+            partial_out,
+            partial_lse,
+            sink,
+            out,
+            lse,
+            n_heads,
+            sink.stride(0),
+            D=head_dim,
+            SPLITS=splits,
+            BLOCK_S=block_s,
+            BLOCK_D=combine_d,
+        )
+    return out, lse
