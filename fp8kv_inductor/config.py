@@ -25,6 +25,12 @@ FP8_CAPABILITY = (8, 9)
 PAGE_SIZE = 128
 """Tokens per page, of the full history and of the window."""
 
+IDX_FORMAT = get_format("bf16")
+"""Rows of the indexer keys: an error there would change routing."""
+
+STATE_FORMAT = get_format("fp32")
+"""Rows of the compressor states, which are accumulators."""
+
 
 class ConfigError(ValueError):
     """A cache mode that this model, device or budget cannot have."""
@@ -48,8 +54,8 @@ class CacheConfig:
     kv_cache_dtype: str
     device: torch.device
     kv_format: RowFormat
-    idx_format: RowFormat = get_format("bf16")
-    state_format: RowFormat = get_format("fp32")
+    idx_format: RowFormat = IDX_FORMAT
+    state_format: RowFormat = STATE_FORMAT
     page_size: int = PAGE_SIZE
 
     @classmethod

@@ -19,7 +19,8 @@ from fp8kv_inductor.config import PAGE_SIZE
 class StepBatch(NamedTuple):
     """One model step over T tokens of R requests: a ragged prefill chunk, or one token each.
 
-    Padding tokens have position -1: they are not stored and see no column.
+    Tokens of a request are neighbours, in order of position. Padding tokens have position -1, any
+    valid token id and request: they are not stored and see no column.
 
     Attributes:
         tokens: `[T]` int64 token ids.
@@ -103,9 +104,9 @@ class Groups(NamedTuple):
         positions: `[G]` position of the group's first token, for its rope; 0 if it does not close.
         tokens: `[G, L]` flat index of each pooled token in this step, clamped.
         in_step: `[G, L]` whether the pooled token is part of this step.
-        states: `[G, L]` state row of a pooled token of an earlier step, clamped.
-        exists: `[G, L]` whether the pooled position is >= 0.
-        phase: `[L]` pooled position modulo the ratio.
+        states: `[G, L]` state row of a pooled token of an earlier step; 0, so that few rows are
+            read, where there is none to pool.
+        exists: `[G, L]` whether the group closes and the pooled position is >= 0.
     """
 
     slots: Tensor
@@ -114,7 +115,6 @@ class Groups(NamedTuple):
     in_step: Tensor
     states: Tensor
     exists: Tensor
-    phase: Tensor
 
 
 def groups(batch: StepBatch, ratio: int, ring: int) -> Groups:
@@ -132,16 +132,17 @@ def groups(batch: StepBatch, ratio: int, ring: int) -> Groups:
     closes = (position >= 0) & ((position + 1) % ratio == 0)
     slots = table_rows(batch.page_table, request, position, PAGE_SIZE // ratio, ratio)
     lag = torch.arange(ring - 1, -1, -1, device=closing.device)
-    pooled = position.unsqueeze(1) - lag
-    states = table_rows(batch.window_table, request.unsqueeze(1), pooled, ring, 1)
+    in_step = lag <= batch.offset[token].unsqueeze(1)
+    pooled = torch.where(closes, position, -1).unsqueeze(1) - lag
+    carried = torch.where(in_step, -1, pooled)
+    states = table_rows(batch.window_table, request.unsqueeze(1), carried, ring, 1)
     return Groups(
         slots=torch.where(closes, slots, -1),
         positions=torch.where(closes, position + 1 - ratio, 0),
         tokens=(token.unsqueeze(1) - lag).clamp_min(0),
-        in_step=lag <= batch.offset[token].unsqueeze(1),
+        in_step=in_step,
         states=states.clamp_min(0),
         exists=pooled >= 0,
-        phase=torch.arange(ring, device=closing.device) % ratio,
     )
 
 

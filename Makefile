@@ -1,0 +1,37 @@
+# `make demo` and `make test` work from a fresh clone: the first call installs what
+# constraints.txt pins into .venv, later calls find it there.
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+PYTHON_VERSION = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+
+.PHONY: demo test lint
+
+demo: $(STAMP)
+	$(BIN)/fp8kv demo $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+# Inductor's C++ backend compiles with g++ against Python.h, so both are needed before torch is.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "no $(PYTHON) found: apt-get install python3, or make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python $(PYTHON_VERSION) is too old, needed: 3.11 or newer: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "$(PYTHON) cannot make a venv: apt-get install python$(PYTHON_VERSION)-venv"; exit 1; }
+	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || \
+		{ echo "$(PYTHON) has no Python.h: apt-get install python$(PYTHON_VERSION)-dev"; exit 1; }
+	@command -v g++ >/dev/null || { echo "no g++ found: apt-get install g++"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --constraint constraints.txt setuptools
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	@touch $@
