@@ -5,24 +5,46 @@ if __name__ != "fp8kv_inductor.lowerings":
         f"the lowerings were imported as {__name__!r}; import fp8kv_inductor.lowerings"
     )
 
+import importlib
+import warnings
 from functools import cache
 
-from fp8kv_inductor.lowerings import cache_key
-from fp8kv_inductor.lowerings.attention import register_attention
-from fp8kv_inductor.lowerings.block import register_primitives
-from fp8kv_inductor.lowerings.indexer import register_indexer
-from fp8kv_inductor.lowerings.rows import register_rows
+import torch
+
+from fp8kv_inductor import _compat
 
 
 def register() -> None:
     """Register the lowerings, once per process, and make sure that the cache key is in place."""
-    _register_lowerings()
-    cache_key.install()
+    if register_lowerings():
+        importlib.import_module(f"{__name__}.cache_key").install()
 
 
 @cache
-def _register_lowerings() -> None:
-    register_primitives()
-    register_rows()
-    register_attention()
-    register_indexer()
+def register_lowerings() -> dict[str, tuple[str, ...]]:
+    """Register every lowering that this torch can carry.
+
+    An operator without a lowering stays right: Inductor calls its eager implementation.
+
+    Returns:
+        lowering file -> the operators that it lowers.
+    """
+    registered: dict[str, tuple[str, ...]] = {}
+    problems: list[str] = []
+    for name in _compat.LOWERING_NAMES:
+        missing = _compat.missing_names(name)
+        if missing:
+            problems.append(f"{name} needs {', '.join(missing)}")
+            continue
+        try:
+            registered[name] = importlib.import_module(f"{__name__}.{name}").register()
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        warnings.warn(
+            f"fp8kv_inductor does not know torch {torch.__version__} well enough to lower all of "
+            f"its operators; compiled graphs call the eager ones instead, right but slower "
+            f"({'; '.join(problems)})",
+            stacklevel=3,
+        )
+    return registered

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -31,11 +31,12 @@ MAX_SPLITS = 32
 """The combination of split-k parts is unrolled in the IR up to this many."""
 
 
-def register_attention() -> None:
-    """Register the lowering of sparse_attention."""
+def register() -> tuple[str, ...]:
+    """Register the lowering of sparse_attention; returns its name."""
     register_lowering(torch.ops.fp8kv.sparse_attention.default, type_promotion_kind=None)(
         _sparse_attention
     )
+    return ("sparse_attention",)
 
 
 def _sparse_attention(
@@ -62,7 +63,7 @@ def _sparse_attention(
         softmax_scale,
         get_format(fmt),
     )
-    if Target.of(q.get_device()).triton:
+    if Target.of(q.get_device_or_error()).triton:
         return _triton(read)
     return _reductions(read)
 
@@ -83,7 +84,7 @@ class _Read:
 
     def pointwise(self, inner_fn: Loader, dtype: torch.dtype, ranges: Index) -> TensorBox:
         return ir.Pointwise.create(
-            device=self.q.get_device(), dtype=dtype, inner_fn=inner_fn, ranges=list(ranges)
+            device=self.q.get_device_or_error(), dtype=dtype, inner_fn=inner_fn, ranges=list(ranges)
         )
 
 
@@ -135,7 +136,7 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
     tokens, *row_sizes = read.q.get_size()
     heads, head_dim = map(V.graph.sizevars.guard_int, row_sizes)
     columns = read.indices.get_size()[1]
-    device = read.q.get_device()
+    device = read.q.get_device_or_error()
     target = Target.of(device)
     dtype = read.q.get_dtype()
     tile = kernels.choose_read_config(heads, head_dim, dtype, target.shared_bytes)
@@ -234,10 +235,13 @@ def _reductions(read: _Read) -> tuple[TensorBox, TensorBox]:
     ]
 
     def reduction(
-        kind: str, inner: Callable[[Index, Index], OpsValue], ranges: Index, over: sympy.Expr
+        kind: Literal["sum", "max"],
+        inner: Callable[[Index, Index], OpsValue],
+        ranges: Index,
+        over: sympy.Expr,
     ) -> Loader:
         box = ir.Reduction.create(
-            device=read.q.get_device(),
+            device=read.q.get_device_or_error(),
             dst_dtype=F32,
             src_dtype=F32,
             inner_fn=inner,
@@ -266,7 +270,7 @@ def _reductions(read: _Read) -> tuple[TensorBox, TensorBox]:
     scores = [scores_of(part) for part in parts]
 
     def over_parts(
-        kind: str,
+        kind: Literal["sum", "max"],
         combine: Callable[[OpsValue, OpsValue], OpsValue],
         inner: Callable[[_Part, Loader], Callable[[Index, Index], OpsValue]],
         ranges: Index,

@@ -27,7 +27,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 PREFIX = "fp8kv_"
 """Keeps our ``ops`` names apart from Inductor's."""
 
-Expr = sympy.Expr
+
 OpsValue = Any
 """A value inside an ``inner_fn``: an OpsWrapper while tracing, a variable while printing."""
 
@@ -36,7 +36,7 @@ class RowLayoutError(RuntimeError):
     """The scheduler chose a tile in which a block of a row is not a run of the innermost axis."""
 
 
-def block_amax(value: OpsValue, column: Expr, group: int) -> OpsValue:
+def block_amax(value: OpsValue, column: sympy.Expr, group: int) -> OpsValue:
     """Maximum of ``value`` over its aligned group of ``group`` columns, repeated for each column.
 
     Args:
@@ -69,8 +69,8 @@ def register_primitives() -> None:
     """Teach Inductor's handlers the four ``ops`` methods. Idempotent."""
     _register("block_amax", _print_block_amax, _first_dtype, _dense_shape)
     _register("guard", _print_guard, lambda *_: torch.int64, _first_shape)
-    for name in ("mul_rn", "div_rn"):
-        _register(name, _libdevice_printer(name), _first_dtype, _broadcast_shape)
+    _register("mul_rn", _print_mul_rn, _first_dtype, _broadcast_shape)
+    _register("div_rn", _print_div_rn, _first_dtype, _broadcast_shape)
 
 
 def _register(
@@ -102,8 +102,16 @@ def _broadcast_shape(left: Any, right: Any) -> Any:
     return get_broadcasted_shape(left.shape, right.shape)
 
 
-def _libdevice_printer(name: str) -> Callable[[Any, Any], str]:
-    return lambda left, right: f"libdevice.{name}({left}, {right})"
+def _print_mul_rn(left: Any, right: Any) -> str:
+    # Not libdevice.mul_rn, which flushes subnormals.
+    return (
+        "tl.inline_asm_elementwise('mul.rn.f32 $0, $1, $2;', '=f,f,f', "
+        f"[{left}, {right}], dtype=tl.float32, is_pure=True, pack=1)"
+    )
+
+
+def _print_div_rn(left: Any, right: Any) -> str:
+    return f"tl.div_rn({left}, {right})"
 
 
 def _print_guard(index: Any, mask: Any) -> Any:
@@ -128,14 +136,14 @@ def _print_block_amax(value: Any, column: Any, group: int) -> str:
     return f"tl.reshape(tl.broadcast_to({amax}, [{split}]), [{full}])"
 
 
-def column_expression() -> Expr:
+def column_expression() -> sympy.Expr:
     """The index expression behind the second argument of the ``ops`` call being printed."""
     column = V.interpreter.current_node.args[2]
     name = column.args[1].args[0]
     return V.interpreter.submodules["get_index"](name)
 
 
-def _check_innermost(column: Expr, group: int) -> None:
+def _check_innermost(column: sympy.Expr, group: int) -> None:
     """Refuse tiles whose innermost axis does not run through whole blocks of a row."""
     kernel = V.kernel
     innermost = max(
@@ -163,7 +171,9 @@ def _check_innermost(column: Expr, group: int) -> None:
             )
 
 
-def _aligned_starts(column: Expr, index: sympy.Symbol, group: int, period: int) -> Iterable[int]:
+def _aligned_starts(
+    column: sympy.Expr, index: sympy.Symbol, group: int, period: int
+) -> Iterable[int]:
     """Multiples of ``group`` that cover the row's period: columns are affine or a modulus."""
     moduli = [int(m.args[2]) for m in column.atoms(sympy.Function) if len(m.args) == 3]
     return range(0, 2 * max([period, *moduli]), group)

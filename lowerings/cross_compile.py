@@ -68,8 +68,8 @@ def cuda_source(
     captured: list[str] = []
 
     def stop_before_loading(graph: GraphLowering, *_: Any, **__: Any) -> None:
-        wrapper, _ = graph.codegen()
-        captured.append(getattr(wrapper, "value", wrapper))
+        wrapper = graph.codegen()[0]
+        captured.append(wrapper.value)
         raise _StopCompilation
 
     def inner(module: torch.fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
@@ -202,6 +202,7 @@ def _move_to_cuda(module: torch.fx.GraphModule, example_inputs: list[Any]) -> li
     """Turn every fake CPU tensor of a graph behind AOTAutograd into a fake CUDA tensor."""
     device = torch.device("cuda", 0)
     mode = detect_fake_mode(example_inputs)
+    assert mode is not None, "AOTAutograd traces with fake tensors"
     converted: dict[int, tuple[Any, FakeTensor]] = {}
 
     def convert(value: Any) -> Any:

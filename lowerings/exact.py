@@ -66,7 +66,7 @@ class Target:
         """The target behind ``device``."""
         if device.type != "cuda":
             return cls()
-        properties = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties(device)
         return cls(
             triton=True,
             single_rounding_cast=(properties.major, properties.minor) >= SINGLE_ROUNDING_CAPABILITY,

@@ -24,11 +24,12 @@ from fp8kv_inductor.lowerings.template import make_template, realized, select
 Index = Sequence[sympy.Expr]
 
 
-def register_indexer() -> None:
-    """Register the lowering of indexer_scores."""
+def register() -> tuple[str, ...]:
+    """Register the lowering of indexer_scores; returns its name."""
     register_lowering(torch.ops.fp8kv.indexer_scores.default, type_promotion_kind=None)(
         _indexer_scores
     )
+    return ("indexer_scores",)
 
 
 def _indexer_scores(
@@ -40,7 +41,7 @@ def _indexer_scores(
     counts: TensorBox,
     page_size: int,
 ) -> TensorBox:
-    lower = _triton if Target.of(q.get_device()).triton else _reductions
+    lower = _triton if Target.of(q.get_device_or_error()).triton else _reductions
     return lower(q, weights, idx_data, page_rows, request, counts, page_size)
 
 
@@ -70,7 +71,7 @@ def _triton(
     return select(
         _template(),
         realized(q, weights, idx_data, page_rows, request, counts),
-        ir.FixedLayout(q.get_device(), F32, [tokens, keys], [keys, sympy.Integer(1)]),
+        ir.FixedLayout(q.get_device_or_error(), F32, [tokens, keys], [keys, sympy.Integer(1)]),
         [{"BLOCK_N": block_n, "num_warps": 4, "num_stages": 1}],
         call_sizes=[tokens, FloorDiv(keys + block_n - 1, block_n)],
         D=width,
@@ -90,7 +91,7 @@ def _reductions(
     page_size: int,
 ) -> TensorBox:
     """sum over heads of weight * relu(sum over features of q * key); dead keys are not read."""
-    device = q.get_device()
+    device = q.get_device_or_error()
     tokens, heads, width = q.get_size()
     requests, pages = page_rows.get_size()
     keys = pages * page_size

@@ -26,12 +26,16 @@ Index = Sequence[sympy.Expr]
 Loader = Callable[[Index], OpsValue]
 
 
-def register_rows() -> None:
-    """Register the lowerings of rope, act_quant and store."""
-    for name, lowering in (("rope", _rope), ("act_quant", _act_quant), ("store", _store)):
+def register() -> tuple[str, ...]:
+    """Register the lowerings of rope, act_quant and store; returns their names."""
+    block.register_primitives()
+    lowerings: dict[str, Callable[..., Any]]
+    lowerings = {"rope": _rope, "act_quant": _act_quant, "store": _store}
+    for name, lowering in lowerings.items():
         register_lowering(getattr(torch.ops.fp8kv, name).default, type_promotion_kind=None)(
             lowering
         )
+    return tuple(lowerings)
 
 
 def _row_loader(x: TensorBox) -> Loader:
@@ -42,13 +46,13 @@ def _row_loader(x: TensorBox) -> Loader:
 
 def _rows_like(x: TensorBox, inner_fn: Loader) -> TensorBox:
     return ir.Pointwise.create(
-        device=x.get_device(), dtype=x.get_dtype(), inner_fn=inner_fn, ranges=x.get_size()
+        device=x.get_device_or_error(), dtype=x.get_dtype(), inner_fn=inner_fn, ranges=x.get_size()
     )
 
 
 def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -> TensorBox:
     load, cos_load, sin_load = _row_loader(x), cos.make_loader(), sin.make_loader()
-    target = Target.of(x.get_device())
+    target = Target.of(x.get_device_or_error())
     product = block.mul_rn if target.triton else ops.mul
     first = x.get_size()[-1] - 2 * cos.get_size()[1]
     dtype = x.get_dtype()
@@ -77,30 +81,37 @@ def _block_maxima(
     """Finite block maximum of each of the first ``columns`` elements of a row, by its index."""
     if target.triton:
         return lambda index: block.block_amax(exact.finite_magnitude(load(index)), index[-1], group)
-    *lead, _ = x.get_size()
-    blocks = FloorDiv(columns, group)
+    *lead, width = x.get_size()
     maxima = ir.Reduction.create(
-        device=x.get_device(),
+        device=x.get_device_or_error(),
         dst_dtype=F32,
         src_dtype=F32,
         inner_fn=lambda index, within: exact.finite_magnitude(
             load([*index[:-1], index[-1] * group + within[0]])
         ),
-        ranges=[*lead, blocks],
+        ranges=[*lead, FloorDiv(columns, group)],
         reduction_ranges=[sympy.Integer(group)],
         reduction_type="max",
     )
     maxima.realize()
     maxima_load = maxima.make_loader()
-    # Columns past the last block read it too; their value is not used.
-    return lambda index: maxima_load(
-        [*index[:-1], sympy.Min(FloorDiv(index[-1], group), blocks - 1)]
-    )
+
+    def amax(index: Index) -> OpsValue:
+        # Columns past the last block read its maximum and do not use it. A plain column // group
+        # lets the C++ backend split the loop, which drops the remainder of an uneven row.
+        last = sympy.Min(index[-1], columns - 1)
+        even = V.graph.sizevars.statically_known_multiple_of(width, group)
+        block_index = sympy.Min(FloorDiv(index[-1], group), FloorDiv(columns, group) - 1)
+        return maxima_load([*index[:-1], block_index if even else FloorDiv(last, group)])
+
+    return amax
 
 
 def _act_quant(x: TensorBox, features: int, block: int = 64) -> TensorBox:
     load = _row_loader(x)
-    amax = _block_maxima(x, load, sympy.Integer(features), block, Target.of(x.get_device()))
+    amax = _block_maxima(
+        x, load, sympy.Integer(features), block, Target.of(x.get_device_or_error())
+    )
     dtype = x.get_dtype()
 
     def inner(index: Index) -> OpsValue:
@@ -113,7 +124,7 @@ def _act_quant(x: TensorBox, features: int, block: int = 64) -> TensorBox:
 
 
 def _store(rows: TensorBox, slots: TensorBox, data: TensorBox, scale: TensorBox, fmt: str) -> None:
-    row_format, target = get_format(fmt), Target.of(rows.get_device())
+    row_format, target = get_format(fmt), Target.of(rows.get_device_or_error())
     load = _row_loader(rows)
     amax: Loader | None = None
     if row_format.quantized:
@@ -171,7 +182,7 @@ def _scatter_rows(
             name=None,
             layout=ir.MutationLayoutSHOULDREMOVE(pool),
             data=ir.Scatter(
-                device=pool.get_device(),
+                device=pool.get_device_or_error(),
                 dtype=pool.get_dtype(),
                 inner_fn=value,
                 ranges=rows.get_size(),
@@ -200,7 +211,7 @@ def _write_rows(
     element: Element,
 ) -> None:
     """Encode into fresh rows, then let ``write_rows`` check the slots and write the live ones."""
-    device, (tokens, head_dim) = rows.get_device(), rows.get_size()
+    device, (tokens, head_dim) = rows.get_device_or_error(), rows.get_size()
 
     def encoded(inner_fn: Loader, dtype: torch.dtype, width: sympy.Expr) -> TensorBox:
         box = ir.Pointwise.create(

@@ -1,0 +1,105 @@
+"""Chains of separate calls, as users write them, that the lowering tests compile."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fp8kv_inductor import Pool, act_quant, rope, sparse_attention, store
+
+HEAD_DIM = 512
+ROPE_PAIRS = 32
+FEATURES = HEAD_DIM - 2 * ROPE_PAIRS
+EPS = 1e-6
+N_WINDOW = 128
+BF16_SPECIALS = (math.nan, math.inf, -math.inf, 3.38e38, -3.38e38, 0.0, -0.0, 1e-40, -1e-40)
+
+
+def rms_norm(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    x = x.float()
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    return (x * scale * weight).to(torch.bfloat16)
+
+
+def store_chain(x, weight, cos, sin, slots, pool):
+    """norm -> rope -> act_quant -> store of kv rows."""
+    store(act_quant(rope(rms_norm(x, weight), cos, sin), FEATURES), slots, pool)
+
+
+def row_ops(x, cos, sin, slots, pool):
+    """The operators alone: everything in it is defined to the bit."""
+    row = act_quant(rope(x, cos, sin), FEATURES)
+    store(row, slots, pool)
+    return row
+
+
+def q_chain(q, cos, sin):
+    """Per-head norm -> rope."""
+    return rope(rms_norm(q), cos, sin)
+
+
+def compressor_chain(kv, score, weight, cos, sin, slots, pool):
+    """Softmax pooling in plain code -> norm -> rope -> act_quant -> store."""
+    pooled = (score.softmax(1) * kv).sum(1)
+    store(act_quant(rope(rms_norm(pooled, weight), cos, sin), FEATURES), slots, pool)
+
+
+def read(q, window, cmp, indices, counts, sink):
+    return sparse_attention(q, window, cmp, indices, counts, sink, N_WINDOW, HEAD_DIM**-0.5)
+
+
+def angles(tokens: int) -> tuple[Tensor, Tensor]:
+    theta = torch.rand(tokens, ROPE_PAIRS) * 2 * math.pi
+    return theta.cos(), theta.sin()
+
+
+def store_inputs(tokens: int, fmt: str, n_slots: int = 4096):
+    slots = torch.randperm(n_slots)[:tokens]
+    pool = Pool.empty(n_slots, HEAD_DIM, fmt)
+    return (
+        torch.randn(tokens, HEAD_DIM).bfloat16(),
+        torch.rand(HEAD_DIM) + 0.5,
+        *angles(tokens),
+        slots,
+        pool,
+    )
+
+
+def nasty_rows(tokens: int, width: int = HEAD_DIM) -> Tensor:
+    """bf16 rows over the whole range of scales, with zero, infinite and NaN elements and blocks."""
+    exponents = torch.randint(-40, 30, (tokens, width // 32)).repeat_interleave(32, 1)
+    rows = (torch.randn(tokens, width) * torch.exp2(exponents.float())).bfloat16()
+    for i, special in enumerate(BF16_SPECIALS):
+        rows[i % tokens, 7 * i] = special
+        rows[(i + 1) % tokens, 64 + 32 * i : 96 + 32 * i] = special
+    return rows
+
+
+def compressor_inputs(groups: int, fmt: str):
+    kv, score = torch.randn(2, groups, 8, HEAD_DIM)
+    return kv, score, *store_inputs(groups, fmt)[1:]
+
+
+def read_inputs(tokens: int, heads: int, columns: int, fmt: str, n_slots: int = 300):
+    """Queries over two filled pools; some columns, one row and one pair of sinks are extreme."""
+    pools = []
+    for n in (n_slots, n_slots + 7):
+        pool = Pool.empty(n, HEAD_DIM, fmt)
+        store(torch.randn(n, HEAD_DIM), torch.arange(n), pool)
+        pools.append(pool)
+    indices = torch.randint(0, n_slots, (tokens, columns), dtype=torch.int32)
+    indices[0, :40] = -1
+    indices[1] = -1
+    indices[2, ::3] = -1
+    counts = torch.full((tokens,), 33, dtype=torch.int32)
+    counts[:4] = torch.tensor([0, 5, 64, 1000])
+    sink = torch.randn(heads)
+    sink[:2] = torch.tensor([-math.inf, math.inf])
+    return torch.randn(tokens, heads, HEAD_DIM).bfloat16(), *pools, indices, counts, sink
+
+
+def pool_bytes(pool: Pool) -> tuple[Tensor, Tensor]:
+    """Data and scales as uint8, to compare for equality."""
+    return pool.data.view(torch.uint8), pool.scale.view(torch.uint8)

@@ -1,0 +1,178 @@
+"""The CUDA code of row chains, without a GPU: kernels, buffers, casts, cubins, bytes."""
+
+import re
+
+import expecttest
+import pytest
+import torch
+from chains import (
+    angles,
+    compressor_chain,
+    compressor_inputs,
+    nasty_rows,
+    pool_bytes,
+    q_chain,
+    row_ops,
+    store_chain,
+    store_inputs,
+)
+from generated import ARCHITECTURES, GeneratedKernel, buffers, pool_copies
+from interpreter import interpreted
+
+from fp8kv_inductor import Pool, act_quant, rope, store
+from fp8kv_inductor.lowerings.block import RowLayoutError
+from fp8kv_inductor.lowerings.cross_compile import CudaSource, cuda_source
+
+TOKENS = 64
+N_SLOTS = 4096
+FORMATS = ["fp8_e4m3", "fp8_e4m3_amax", "fp8_e4m3_ue8m0", "bf16"]
+
+
+def summary(code: CudaSource) -> str:
+    """What a change of the lowerings must not change unnoticed."""
+    lines = []
+    for name, source in code.kernels.items():
+        stores = re.findall(r"tl\.store\(\w+ \+ \((.*)\), \w+, (.*)\)", source)
+        lines += [name, *(f"  store [{index}] where {mask}" for index, mask in stores)]
+        for what, pattern in (
+            ("casts", r"\.to\(tl\.((?:float8|bfloat|float16)\w*)"),
+            ("exact arithmetic", r"mul\.rn|div_rn"),
+        ):
+            lines.append(f"  {what}: {', '.join(sorted(set(re.findall(pattern, source))))}")
+    return "\n".join([*lines, f"buffers {buffers(code.wrapper)}"])
+
+
+@pytest.fixture(scope="module")
+def store_code():
+    return cuda_source(store_chain, store_inputs(TOKENS, "fp8_e4m3", N_SLOTS))
+
+
+def test_golden_store_chain(store_code):
+    expecttest.assert_expected_inline(
+        summary(store_code),
+        """\
+triton_per_fused__to_copy_act_quant_add_mean_mul_pow_rope_rsqrt_store_0
+  store [r0_1 + 512*tmp50 + 512*x0] where tmp47 & xmask
+  store [16*tmp133 + 16*x0 + (r0_1 // 32)] where tmp132 & xmask
+  casts: bfloat16, float8e4nv
+  exact arithmetic: mul.rn
+buffers []""",
+    )
+    assert not pool_copies(store_code.wrapper, N_SLOTS * 512)
+
+
+def test_golden_q_chain():
+    code = cuda_source(q_chain, (torch.randn(TOKENS, 64, 512).bfloat16(), *angles(TOKENS)))
+    expecttest.assert_expected_inline(
+        summary(code),
+        """\
+triton_per_fused__to_copy_add_mean_mul_pow_rope_rsqrt_0
+  store [r0_1 + 512*x0] where None
+  casts: bfloat16
+  exact arithmetic: mul.rn
+buffers [2097152]""",
+    )
+
+
+def test_golden_compressor_chain():
+    code = cuda_source(compressor_chain, compressor_inputs(TOKENS, "fp8_e4m3"))
+    expecttest.assert_expected_inline(
+        summary(code),
+        """\
+triton_per_fused__softmax_mul_prepare_softmax_online_sum_0
+  store [x3] where None
+  casts: 
+  exact arithmetic: 
+triton_per_fused__to_copy_act_quant_add_mean_mul_pow_rope_rsqrt_store_1
+  store [r0_1 + 512*tmp48 + 512*x0] where tmp45 & xmask
+  store [16*tmp131 + 16*x0 + (r0_1 // 32)] where tmp130 & xmask
+  casts: bfloat16, float8e4nv
+  exact arithmetic: mul.rn
+buffers [32768]""",
+    )
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_one_kernel_for_every_format_and_dynamic_token_counts(fmt):
+    code = cuda_source(store_chain, store_inputs(TOKENS, fmt), dynamic=True)
+    assert len(code.kernels) == 1
+    assert not pool_copies(code.wrapper, N_SLOTS * 512) and not buffers(code.wrapper)
+
+
+def test_kv_rows_may_be_a_slice_of_a_fused_projection():
+    def fused(projection, weight, cos, sin, slots, pool):
+        store_chain(projection[:, 1024:], weight, cos, sin, slots, pool)
+
+    _, *rest = store_inputs(TOKENS, "fp8_e4m3")
+    code = cuda_source(fused, (torch.randn(TOKENS, 1536).bfloat16(), *rest))
+    assert len(code.kernels) == 1
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_compiles_and_casts_once(capability, tmp_path):
+    """sm_89 has no cast from fp32 to e4m3: values are on the grid before they go through fp16."""
+    code = cuda_source(store_chain, store_inputs(TOKENS, "fp8_e4m3"), capability)
+    ((name, source),) = code.kernels.items()
+    compiled = GeneratedKernel(name, source, tmp_path).compile(capability, XBLOCK=4)
+    casts = set(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.(\w+)", compiled.asm["ptx"]))
+    assert casts == {"f16x2" if capability < 90 else "f32"}
+    on_grid = re.findall(r"(tmp\d+) = tmp\d+ \+ (tmp\d+)\n +tmp\d+ = \1 - \2\n", source)
+    assert len(on_grid) == (2 if capability < 90 else 1), "act_quant, and the store on sm_89"
+
+
+def test_division_of_the_amax_rule_is_exact(tmp_path):
+    code = cuda_source(
+        store, (nasty_rows(8), torch.arange(8), Pool.empty(64, 512, "fp8_e4m3_amax"))
+    )
+    ((name, source),) = code.kernels.items()
+    ptx = GeneratedKernel(name, source, tmp_path).compile(90, XBLOCK=512).asm["ptx"]
+    assert set(re.findall(r"div\.[\w.]*f32", ptx)) == {"div.rn.f32"}
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_interpreted_bytes_equal_eager(fmt, slot_dtype, tmp_path):
+    rows, (cos, sin) = nasty_rows(TOKENS), angles(TOKENS)
+    slots = torch.randperm(N_SLOTS)[:TOKENS].to(slot_dtype)
+    slots[::9] = -1
+    slots[1] = N_SLOTS
+    eager, ours = Pool.empty(N_SLOTS, 512, fmt), Pool.empty(N_SLOTS, 512, fmt)
+    code = cuda_source(row_ops, (rows, cos, sin, slots, ours))
+    live = slots < N_SLOTS
+    row_ops(rows[live], cos[live], sin[live], slots[live], eager)
+    ((name, source),) = code.kernels.items()
+    kernel = GeneratedKernel(name, source, tmp_path)
+    out = torch.empty_like(rows)
+    tensors = [rows, cos, sin, slots, ours.data, out]
+    if fmt == "bf16":
+        tensors = [rows, cos, sin, slots, out, ours.data]
+    else:
+        tensors.append(ours.scale)
+    block = 4096
+    sizes = (rows.numel(),)
+    with interpreted():
+        kernel.interpret(
+            (rows.numel() // block,), *kernel.arguments(*tensors, sizes=sizes), XBLOCK=block
+        )
+    expected = row_ops(rows, cos, sin, slots.clamp_max(N_SLOTS - 1), Pool.empty(N_SLOTS, 512, fmt))
+    assert torch.equal(out.nan_to_num(nan=9.0), expected.nan_to_num(nan=9.0))
+    for left, right in zip(pool_bytes(eager), pool_bytes(ours), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_rows_that_are_not_innermost_are_refused():
+    """Blocks of 64 do not line up with rows of 160 in a flattened tile: refuse, do not guess."""
+    with pytest.raises(Exception, match="head_dim must be a multiple of 64") as caught:
+        cuda_source(lambda x: act_quant(x, 64), (torch.randn(8, 160).bfloat16(),))
+    chain = [caught.value]
+    while chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(chain[-1].__cause__ or chain[-1].__context__)
+    assert any(isinstance(error, RowLayoutError) for error in chain)
+
+
+def test_three_dimensional_rows_with_user_code_around():
+    def scaled(x, cos, sin):
+        return act_quant(rope(x * 2, cos, sin), 448) + 1
+
+    code = cuda_source(scaled, (torch.randn(8, 4, 512).bfloat16(), *angles(8)))
+    assert len(code.kernels) == 1

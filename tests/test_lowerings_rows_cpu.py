@@ -1,0 +1,123 @@
+"""rope, act_quant and store through Inductor's C++ backend: bytes equal eager's."""
+
+import pytest
+import torch
+from chains import angles, nasty_rows, pool_bytes, row_ops, store_inputs
+from generated import pool_copies
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+from fp8kv_inductor import FORMATS, Pool, act_quant, register, rope, store
+
+TOKENS = 12
+N_SLOTS = 64
+
+
+def compiled(fn, dynamic=None):
+    torch._dynamo.reset()
+    return torch.compile(fn, fullgraph=True, dynamic=dynamic)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.nan_to_num(nan=9.0), right.nan_to_num(nan=9.0)) and torch.equal(
+        left.signbit() & ~left.isnan(), right.signbit() & ~right.isnan()
+    )
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e4m3_amax", "fp8_e4m3_ue8m0", "bf16"])
+def test_bytes_equal_eager(fmt):
+    rows = nasty_rows(TOKENS)
+    cos, sin = angles(TOKENS)
+    slots = torch.randperm(N_SLOTS)[:TOKENS]
+    slots[3] = -1
+    eager, ours = Pool.empty(N_SLOTS, 512, fmt), Pool.empty(N_SLOTS, 512, fmt)
+    expected = row_ops(rows, cos, sin, slots, eager)
+    got, (code,) = run_and_get_code(compiled(row_ops), rows, cos, sin, slots, ours)
+    assert same(got, expected)
+    for left, right in zip(pool_bytes(eager), pool_bytes(ours), strict=True):
+        assert torch.equal(left, right)
+    assert not pool_copies(code, ours.data.numel())
+    assert "fp8kv.write_rows" in code
+
+
+def test_three_dimensions_and_inverse():
+    register()
+    q = torch.randn(5, 3, 96).bfloat16()
+    theta = torch.rand(5, 16) * 6
+    for inverse in (False, True):
+        args = (q, theta.cos(), theta.sin(), inverse)
+        assert torch.equal(compiled(rope)(*args), rope(*args))
+
+
+def test_rows_that_are_no_power_of_two_and_no_multiple_of_the_block():
+    register()
+    x = nasty_rows(4, 224)
+    assert same(compiled(act_quant)(x, 192), act_quant(x, 192))
+    eager, ours = Pool.empty(8, 224, "fp8_e4m3"), Pool.empty(8, 224, "fp8_e4m3")
+    slots = torch.arange(4, dtype=torch.int32)
+    store(x, slots, eager)
+    compiled(store)(x, slots, ours)
+    assert all(map(torch.equal, pool_bytes(eager), pool_bytes(ours)))
+
+
+def test_token_counts_share_one_graph():
+    step = compiled(row_ops, dynamic=True)
+    graphs = counters["stats"]["unique_graphs"]
+    for tokens in (7, 2, 64):
+        rows, slots = nasty_rows(tokens), torch.randperm(N_SLOTS)[:tokens]
+        cos, sin = angles(tokens)
+        eager = Pool.empty(N_SLOTS, 512, "fp8_e4m3")
+        ours = Pool.empty(N_SLOTS, 512, "fp8_e4m3")
+        row_ops(rows, cos, sin, slots, eager)
+        step(rows, cos, sin, slots, ours)
+        assert all(map(torch.equal, pool_bytes(eager), pool_bytes(ours)))
+    assert counters["stats"]["unique_graphs"] - graphs == 1
+
+
+def test_pools_inside_a_larger_buffer_are_written_in_place():
+    big = torch.zeros(3, N_SLOTS, 512, dtype=torch.uint8)
+    scales = torch.zeros(3, N_SLOTS, 16, dtype=torch.float16)
+    eager = Pool.empty(N_SLOTS, 512, "fp8_e4m3")
+    rows, slots = nasty_rows(TOKENS), torch.randperm(N_SLOTS)[:TOKENS]
+    store(rows, slots, eager)
+    ours = Pool(big[1], scales[1], FORMATS["fp8_e4m3"])
+    _, (code,) = run_and_get_code(compiled(store), rows, slots, ours)
+    assert torch.equal(big[1], eager.data) and torch.equal(scales[1], eager.scale)
+    assert not big[0].any() and not big[2].any() and not scales[::2].any()
+    assert not pool_copies(code, ours.data.numel())
+
+
+def test_a_copied_pool_would_be_seen():
+    """Positive control of ``pool_copies``."""
+
+    def copies(rows, slots, pool):
+        data = pool.data.clone()
+        torch.ops.fp8kv.store(rows, slots, data, pool.scale, pool.format.name)
+        return data
+
+    *_, slots, pool = store_inputs(TOKENS, "fp8_e4m3", N_SLOTS)
+    _, (code,) = run_and_get_code(compiled(copies), nasty_rows(TOKENS), slots, pool)
+    assert pool_copies(code, pool.data.numel())
+
+
+def test_a_slot_beyond_the_pool_raises():
+    pool = Pool.empty(4, 512, "fp8_e4m3")
+    with pytest.raises(IndexError, match="slot 4 is beyond the pool of 4 slots"):
+        compiled(store)(nasty_rows(2), torch.tensor([0, 4]), pool)
+    assert not pool.data.any()
+
+
+def test_the_producers_rounding_is_not_lost():
+    """bf16 casts in front of an op count, although Inductor fuses them away."""
+
+    def scaled_rows(x, weight, slots, pool):
+        store((x.float() * weight).to(torch.bfloat16), slots, pool)
+
+    x, weight, *_, slots, eager = store_inputs(TOKENS, "bf16", N_SLOTS)
+    ours = Pool.empty(N_SLOTS, 512, "bf16")
+    quantized, quantized_ours = (Pool.empty(N_SLOTS, 512, "fp8_e4m3") for _ in range(2))
+    step = compiled(scaled_rows)
+    for left, right in ((eager, ours), (quantized, quantized_ours)):
+        scaled_rows(x, weight, slots, left)
+        step(x, weight, slots, right)
+        assert all(map(torch.equal, pool_bytes(left), pool_bytes(right)))
