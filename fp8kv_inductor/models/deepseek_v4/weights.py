@@ -1,0 +1,127 @@
+"""Weights under the names of the public reference: random ones, or a safetensors file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8kv_inductor.config import CacheConfig
+from fp8kv_inductor.formats import get_format
+from fp8kv_inductor.model_config import ModelConfig
+from fp8kv_inductor.models.deepseek_v4.model import DeepseekV4
+from fp8kv_inductor.models.deepseek_v4.moe import Experts
+
+MTP_PREFIX = "mtp."
+"""Weights of the multi-token-prediction layer, which is not part of the backbone."""
+
+
+def reference_weights(model: DeepseekV4) -> dict[str, Tensor]:
+    """The model's parameters by reference name, as views: writing to one writes to the model.
+
+    Stacked experts appear one by one.
+    """
+    stacked = {name for name, module in model.named_modules() if isinstance(module, Experts)}
+    weights: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        owner, _, leaf = name.rpartition(".")
+        if owner not in stacked:
+            weights[name] = tensor
+            continue
+        for expert, weight in enumerate(tensor.unbind()):
+            weights[f"{owner}.{expert}.{leaf}.weight"] = weight.T if leaf == "w2" else weight
+    return weights
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def load_weights(model: DeepseekV4, state_dict: Mapping[str, Tensor]) -> None:
+    """Copy weights of reference names into the model, converting dtypes.
+
+    Weights of the multi-token-prediction layer (``mtp.*``) are ignored.
+
+    Raises:
+        ValueError: names are missing or unknown, or shapes differ; one message lists all kinds.
+    """
+    targets = reference_weights(model)
+    given = {name: w for name, w in state_dict.items() if not name.startswith(MTP_PREFIX)}
+    problems = []
+    if missing := sorted(targets.keys() - given.keys()):
+        problems.append(f"{len(missing)} missing ({_some(missing)})")
+    if unexpected := sorted(given.keys() - targets.keys()):
+        problems.append(f"{len(unexpected)} unknown ({_some(unexpected)})")
+    shapes = [
+        f"{name} {tuple(given[name].shape)}, needed {tuple(target.shape)}"
+        for name, target in targets.items()
+        if name in given and given[name].shape != target.shape
+    ]
+    if shapes:
+        problems.append(f"{len(shapes)} of another shape ({_some(shapes)})")
+    if problems:
+        raise ValueError(
+            f"weights do not fit model {model.config.name!r}: {'; '.join(problems)}; needed: a "
+            "state dict with the reference's names, fp8 and fp4 weights with scales converted "
+            "to bf16 beforehand"
+        )
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(given[name])
+
+
+def load_safetensors(model: DeepseekV4, path: str | Path) -> None:
+    """Load a ``.safetensors`` file, or all of a folder; errors as in :func:`load_weights`.
+
+    Raises:
+        FileNotFoundError: no such file, or no such files in the folder.
+    """
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise FileNotFoundError(f"no .safetensors file in {path}")
+    state_dict: dict[str, Tensor] = {}
+    for file in files:
+        state_dict.update(load_file(file))
+    load_weights(model, state_dict)
+
+
+def save_safetensors(model: DeepseekV4, path: str | Path) -> None:
+    """Write the model's weights under reference names to a ``.safetensors`` file."""
+    from safetensors.torch import save_file
+
+    weights = {name: w.contiguous().clone() for name, w in reference_weights(model).items()}
+    save_file(weights, path)
+
+
+def random_weights(
+    config: ModelConfig, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Tensor]:
+    """Random weights on the CPU by reference name, the same for the same seed.
+
+    Linear layers keep the variance of their input, so logits are of order one; sinks, position
+    biases, router biases and hyper-connection biases are not zero, so that each of them matters.
+    """
+    meta = CacheConfig(config, "auto", torch.device("meta"), get_format("bf16"))
+    generator = torch.Generator().manual_seed(seed)
+
+    def initial(name: str, target: Tensor) -> Tensor:
+        leaf = name.rpartition(".")[2]
+        if leaf == "tid2eid":
+            order = torch.rand(target.shape[0], config.n_routed_experts, generator=generator)
+            return order.topk(target.shape[1], -1).indices
+        value = torch.randn(target.shape, generator=generator)
+        if name.endswith("norm.weight") or leaf.endswith("_scale"):
+            return 1 + 0.1 * value
+        if leaf.endswith("_base") or leaf in ("ape", "bias"):
+            return 0.3 * value
+        if leaf == "attn_sink" or name == "embed.weight":
+            return value
+        return value * target.shape[-1] ** -0.5
+
+    targets = reference_weights(DeepseekV4(meta, dtype))
+    return {name: initial(name, target).to(target.dtype) for name, target in targets.items()}
