@@ -126,6 +126,10 @@ def _print_block_amax(value: Any, column: Any, group: int) -> str:
     shape = V.kernel.dense_size_list()
     inner = shape[-1]
     _check_innermost(column_expression(), group)
+    if len(shape) > 1:
+        # What Inductor calls TMA restrictions is a lower bound on the block sizes it may choose.
+        smallest = V.kernel.tma_min_block_sizes
+        smallest[inner] = max(group, smallest.get(inner, 1))
     V.kernel.compute.writeline(
         f"tl.static_assert({inner} % {group} == 0, 'a tile must hold whole blocks of a row')"
     )

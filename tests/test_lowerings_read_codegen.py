@@ -1,0 +1,163 @@
+"""The CUDA code of the reads, without a GPU: kernels, fusion, cubins, interpreted results."""
+
+import math
+import re
+
+import pytest
+import torch
+from chains import read, read_inputs
+from generated import ARCHITECTURES, GeneratedKernel, pool_copies
+from interpreter import interpreted
+
+from fp8kv_inductor import Pool, indexer_scores, reference, sparse_attention, store
+from fp8kv_inductor.lowerings.cross_compile import cuda_source
+
+FORMATS = ["fp8_e4m3", "fp8_e4m3_amax", "fp8_e4m3_ue8m0", "bf16"]
+PREFILL, DECODE = 300, 4
+HEADS, COLUMNS = 64, 640
+
+
+@pytest.fixture(scope="module")
+def prefill():
+    return cuda_source(read, read_inputs(PREFILL, HEADS, COLUMNS, "fp8_e4m3"))
+
+
+@pytest.fixture(scope="module")
+def decode():
+    return cuda_source(read, read_inputs(DECODE, HEADS, COLUMNS, "fp8_e4m3"))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_kernels_by_number_of_queries(fmt):
+    """Many queries: one template. Few: parts, their combination and the lse."""
+    many = cuda_source(read, read_inputs(PREFILL, HEADS, COLUMNS, fmt))
+    assert list(many.kernels) == ["triton_tem_fused_sparse_attention_0"]
+    few = cuda_source(read, read_inputs(DECODE, HEADS, COLUMNS, fmt), dynamic=True)
+    assert [name.split("_")[1] for name in few.kernels] == ["tem", "poi", "poi"]
+    assert not pool_copies(many.wrapper, 300 * 512 * 512)
+
+
+def test_an_unused_lse_costs_no_kernel():
+    def out_only(*args):
+        return read(*args)[0]
+
+    code = cuda_source(out_only, read_inputs(DECODE, HEADS, COLUMNS, "fp8_e4m3"))
+    assert [name.split("_")[1] for name in code.kernels] == ["tem", "poi"]
+
+
+@pytest.mark.parametrize("tokens", [PREFILL, DECODE])
+def test_user_code_on_the_output_fuses_behind(tokens):
+    def scaled(*args):
+        return read(*args)[0].float() * 2 + 1
+
+    code = cuda_source(scaled, read_inputs(tokens, HEADS, COLUMNS, "fp8_e4m3"))
+    assert len(code.kernels) == (1 if tokens == PREFILL else 2)
+
+
+def test_window_pool_alone():
+    def window_only(q, window, indices, sink):
+        return sparse_attention(q, window, window, indices, None, sink, 128, 512**-0.5)[0]
+
+    q, window, _, indices, _, sink = read_inputs(PREFILL, HEADS, 128, "fp8_e4m3")
+    code = cuda_source(window_only, (q, window, indices, sink))
+    assert list(code.kernels) == ["triton_tem_fused_sparse_attention_0"]
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_compiles(capability, tmp_path):
+    code = cuda_source(read, read_inputs(PREFILL, HEADS, COLUMNS, "fp8_e4m3"), capability)
+    ((name, source),) = code.kernels.items()
+    warps = int(re.search(r"num_warps=(\d+)", source).group(1))
+    compiled = GeneratedKernel(name, source, tmp_path).compile(capability, num_warps=warps)
+    assert compiled.asm["cubin"]
+    if capability == 90:
+        assert re.search(r"wgmma\.mma_async[\w.]*f32\.bf16\.bf16", compiled.asm["ptx"])
+
+
+@pytest.mark.parametrize("tokens", [6, PREFILL])
+def test_interpreted_result_equals_fp64(tokens, tmp_path):
+    """The template of both classes over the first six tokens' grid."""
+    heads, columns, shown = 20, 192, 6
+    args = read_inputs(tokens, heads, columns, "fp8_e4m3")
+    code = cuda_source(read, args)
+    name, source = next(iter(code.kernels.items()))
+    splits = int(re.search(r"SPLITS : tl.constexpr = (\d+)", source).group(1))
+    assert (splits == 1) == (tokens == PREFILL)
+    q, window, cmp, indices, counts, sink = args
+    lse = torch.empty(tokens, heads, splits)
+    out = torch.empty(
+        (tokens, heads, 512) if splits == 1 else (tokens, heads, splits, 512),
+        dtype=q.dtype if splits == 1 else torch.float32,
+    )
+    named = {
+        "arg_Q": q,
+        "arg_INDICES": indices,
+        "arg_SINK": sink,
+        "arg_LSE": lse,
+        "arg_WINDOW_DATA": window.data,
+        "arg_WINDOW_SCALE": window.scale,
+        "arg_CMP_DATA": cmp.data,
+        "arg_CMP_SCALE": cmp.scale,
+        "arg_COUNTS": counts,
+        "out_ptr0": out,
+    }
+    kernel = GeneratedKernel(name, source, tmp_path)
+    block_h = int(re.search(r"BLOCK_H : tl.constexpr = (\d+)", source).group(1))
+    with interpreted():
+        kernel.interpret(
+            (shown, -(-heads // block_h), splits), *(named[a] for a in kernel.meta["signature"])
+        )
+    pools = window.data, window.scale, cmp.data, cmp.scale
+    rows = slice(shown)
+
+    def oracle(dtype):
+        return reference.sparse_attention(
+            q[rows], *pools, indices[rows], counts[rows], sink, 128, 512**-0.5, "fp8_e4m3", dtype
+        )
+
+    want, want_lse = oracle(torch.float64)
+    low, _ = oracle(torch.bfloat16)
+    if splits > 1:
+        parts, part_lse = out[rows].double(), lse[rows].double()
+        total = part_lse.logsumexp(-1)
+        weight = (part_lse - torch.logaddexp(total, sink.double()).unsqueeze(-1)).exp().nan_to_num()
+        got, got_lse = (parts * weight.unsqueeze(-1)).sum(2), total
+    else:
+        got, got_lse = out[rows].double(), lse[rows, :, 0].double()
+    assert torch.equal(got_lse == -math.inf, want_lse == -math.inf)
+    assert (got - want).norm() <= 2 * (low.double() - want).norm()
+
+
+def test_indexer_is_one_kernel_and_compiles(tmp_path):
+    def scores(q, weights, idx, page_rows, request, counts):
+        return indexer_scores(q, weights, idx, page_rows, request, counts, 32)
+
+    pool = Pool.empty(640, 128, "bf16")
+    args = (
+        torch.randn(DECODE, 64, 128).bfloat16(),
+        torch.randn(DECODE, 64),
+        pool,
+        torch.zeros(3, 5, dtype=torch.int64),
+        torch.zeros(DECODE, dtype=torch.int64),
+        torch.ones(DECODE, dtype=torch.int64),
+    )
+    code = cuda_source(scores, args, dynamic=True)
+    ((name, source),) = code.kernels.items()
+    assert name == "triton_tem_fused_indexer_scores_0"
+    for capability in ARCHITECTURES:
+        assert GeneratedKernel(name, source, tmp_path).compile(capability).asm["cubin"]
+
+
+def test_store_and_read_of_one_pool_stay_in_order():
+    def step(rows, slots, *args):
+        store(rows, slots, args[1])
+        out = read(*args)[0]
+        store(rows, slots + 1, args[1])
+        return out
+
+    inputs = read_inputs(PREFILL, HEADS, COLUMNS, "fp8_e4m3")
+    rows, slots = torch.randn(PREFILL, 512).bfloat16(), torch.arange(PREFILL)
+    code = cuda_source(step, (rows, slots, *inputs))
+    launched = re.findall(r"^\s+(triton_\w+)\.run\(", code.wrapper, re.MULTILINE)
+    assert [name.split("_")[1] for name in launched] == ["poi", "tem", "poi"]
+    assert not pool_copies(code.wrapper, inputs[1].data.numel() * 512)
