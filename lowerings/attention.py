@@ -224,6 +224,7 @@ def _reductions(read: _Read) -> tuple[TensorBox, TensorBox]:
     tokens, heads, head_dim = read.q.get_size()
     columns = read.indices.get_size()[1]
     dtype = read.q.get_dtype()
+    read.q.realize()
     q_load, sink_load = read.q.make_loader(), read.sink.make_loader()
     parts = [
         _Part(read, pool, first, width)
@@ -255,17 +256,20 @@ def _reductions(read: _Read) -> tuple[TensorBox, TensorBox]:
     def scores_of(part: _Part) -> Loader:
         def dot(index: Index, feature: Index) -> OpsValue:
             token, head, column = index
-            q = exact.rounded(q_load([token, head, *feature]), dtype)
+            q = ops.to_dtype(q_load([token, head, *feature]), F32, src_dtype=dtype)
             return ops.mul(q, part.value(token, column, feature[0]))
 
-        dots = reduction("sum", dot, [tokens, heads, part.width], head_dim)
+        ranges = [tokens, heads, part.width]
+        dots = reduction("sum", dot, ranges, head_dim)
 
         def score(index: Index) -> OpsValue:
             token, _, column = index
             scaled = ops.mul(dots(index), f32(read.softmax_scale))
             return ops.where(part.live(token, column), scaled, f32(MINUS_INF))
 
-        return score
+        scores = read.pointwise(score, F32, ranges)
+        scores.realize()
+        return scores.make_loader()
 
     scores = [scores_of(part) for part in parts]
 
@@ -355,9 +359,7 @@ class _Part:
         element = self.data([row, feature])
         if self.fmt.quantized:
             scale = self.scale([row, FloorDiv(feature, self.fmt.block)])
-            element = ops.mul(
-                exact.e4m3_values(element, Target()), exact.decode_scale(scale, self.fmt)
-            )
+            element = ops.mul(exact.e4m3_values(element), exact.decode_scale(scale, self.fmt))
         else:
             element = ops.to_dtype(element, F32, src_dtype=self.fmt.code_dtype)
         return ops.where(live, element, f32(0.0))

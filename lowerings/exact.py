@@ -38,8 +38,7 @@ E4M3 = torch.float8_e4m3fn
 SIGN_BIT = -(1 << 31)
 EXPONENT_MASK = 0xFF << FP32_MANTISSA_BITS
 E4M3_MANTISSA_BITS = 3
-E4M3_BIAS = 7
-E4M3_MIN_NORMAL_EXPONENT = 1 - E4M3_BIAS
+E4M3_MIN_NORMAL_EXPONENT = -6
 
 SINGLE_ROUNDING_CAPABILITY = (9, 0)
 """First compute capability whose Triton cast from fp32 to e4m3 rounds once."""
@@ -57,7 +56,7 @@ class Target:
     """
 
     triton: bool = False
-    single_rounding_cast: bool = False
+    single_rounding_cast: bool = True
     sm_count: int = 0
     shared_bytes: int = 0
 
@@ -145,60 +144,37 @@ def on_e4m3_grid(value: OpsValue) -> OpsValue:
     return from_bits(ops.bitwise_or(bits(on_grid), ops.bitwise_and(bits(value), i32(SIGN_BIT))))
 
 
-def e4m3_round_trip(value: OpsValue) -> OpsValue:
+def e4m3_round_trip(value: OpsValue, target: Target) -> OpsValue:
     """e4m3 encode and decode of an fp32 value (saturating, NaN stays), as fp32."""
-    return on_e4m3_grid(clamp(value, -E4M3_MAX, E4M3_MAX))
+    value = clamp(value, -E4M3_MAX, E4M3_MAX)
+    if target.single_rounding_cast:
+        return ops.to_dtype(ops.to_dtype(value, E4M3, src_dtype=F32), F32, src_dtype=E4M3)
+    return on_e4m3_grid(value)
 
 
 def e4m3_codes(value: OpsValue, target: Target) -> OpsValue:
     """e4m3 codes (uint8) of an fp32 value (:func:`numerics.e4m3_encode`)."""
-    value = clamp(value, -E4M3_MAX, E4M3_MAX)
+    clamped = clamp(value, -E4M3_MAX, E4M3_MAX)
+    if not target.single_rounding_cast:
+        clamped = on_e4m3_grid(clamped)
+    codes = ops.to_dtype_bitcast(ops.to_dtype(clamped, E4M3, src_dtype=F32), U8, E4M3)
     if target.triton:
-        if not target.single_rounding_cast:
-            value = on_e4m3_grid(value)
-        return ops.to_dtype_bitcast(ops.to_dtype(value, E4M3, src_dtype=F32), U8, E4M3)
-    value = on_e4m3_grid(value)
-    magnitude = ops.abs(value)
-    dropped = FP32_MANTISSA_BITS - E4M3_MANTISSA_BITS
-    normal = ops.sub(
-        ops.bitwise_right_shift(bits(magnitude), i32(dropped)),
-        i32((FP32_BIAS - E4M3_BIAS) << E4M3_MANTISSA_BITS),
-    )
-    steps = f32(2.0 ** (E4M3_MANTISSA_BITS - E4M3_MIN_NORMAL_EXPONENT))
-    subnormal = ops.to_dtype(ops.mul(magnitude, steps), I32, src_dtype=F32)
-    is_normal = ops.ge(magnitude, f32(2.0**E4M3_MIN_NORMAL_EXPONENT))
-    sign = ops.bitwise_and(ops.bitwise_right_shift(bits(value), i32(24)), i32(0x80))
-    code = ops.bitwise_or(ops.where(is_normal, normal, subnormal), sign)
-    code = ops.where(ops.isnan(value), i32(E4M3_NAN), code)
-    return ops.to_dtype(code, U8, src_dtype=I32)
+        return codes
+    # GPUs have one e4m3 NaN; the cast on the CPU keeps the sign.
+    return ops.where(ops.isnan(value), ops.constant(E4M3_NAN, U8), codes)
 
 
-def e4m3_values(code: OpsValue, target: Target) -> OpsValue:
+def e4m3_values(code: OpsValue) -> OpsValue:
     """fp32 values of e4m3 codes (:func:`numerics.e4m3_decode`)."""
-    if target.triton:
-        return ops.to_dtype(ops.to_dtype_bitcast(code, E4M3, U8), F32, src_dtype=E4M3)
-    code = ops.to_dtype(code, I32, src_dtype=U8)
-    magnitude = ops.bitwise_and(code, i32(0x7F))
-    normal = from_bits(
-        ops.bitwise_left_shift(
-            ops.add(magnitude, i32((FP32_BIAS - E4M3_BIAS) << E4M3_MANTISSA_BITS)),
-            i32(FP32_MANTISSA_BITS - E4M3_MANTISSA_BITS),
-        )
-    )
-    step = f32(2.0 ** (E4M3_MIN_NORMAL_EXPONENT - E4M3_MANTISSA_BITS))
-    subnormal = ops.mul(ops.to_dtype(magnitude, F32, src_dtype=I32), step)
-    is_normal = ops.ge(magnitude, i32(1 << E4M3_MANTISSA_BITS))
-    value = ops.where(is_normal, normal, subnormal)
-    value = ops.where(ops.eq(magnitude, i32(E4M3_NAN)), f32(float("nan")), value)
-    return ops.where(ops.ge(code, i32(0x80)), ops.neg(value), value)
+    return ops.to_dtype(ops.to_dtype_bitcast(code, E4M3, U8), F32, src_dtype=E4M3)
 
 
-def act_quant(value: OpsValue, amax: OpsValue, dtype: torch.dtype) -> OpsValue:
+def act_quant(value: OpsValue, amax: OpsValue, dtype: torch.dtype, target: Target) -> OpsValue:
     """fp32 result of ``act_quant`` for one element, given its block's finite maximum."""
     exponent = ceil_log2_ratio(ops.maximum(amax, f32(ACT_QUANT_AMAX_MIN)), E4M3_MAX)
     exponent = ops.minimum(exponent, i32(act_quant_exponent_max(dtype)))
     scaled = ops.mul(value, exp2_int(ops.neg(exponent)))
-    return ops.mul(e4m3_round_trip(scaled), exp2_int(exponent))
+    return ops.mul(e4m3_round_trip(scaled, target), exp2_int(exponent))
 
 
 def encode(

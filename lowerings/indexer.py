@@ -17,7 +17,6 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from fp8kv_inductor.kernels import indexer as kernels
-from fp8kv_inductor.lowerings import exact
 from fp8kv_inductor.lowerings.exact import F32, OpsValue, Target, f32
 from fp8kv_inductor.lowerings.template import make_template, realized, select
 
@@ -93,6 +92,7 @@ def _reductions(
     """sum over heads of weight * relu(sum over features of q * key); dead keys are not read."""
     device = q.get_device_or_error()
     tokens, heads, width = q.get_size()
+    q.realize()
     requests, pages = page_rows.get_size()
     keys = pages * page_size
     q_load, weight_load, key_load, page_load, request_load, count_load = (
@@ -114,7 +114,7 @@ def _reductions(
     def dot(index: Index, feature: Index) -> OpsValue:
         token, head, key = index
         element = ops.masked(live(token, key), lambda: key_element(token, key, feature[0]), 0.0)
-        return ops.mul(exact.rounded(q_load([token, head, *feature]), q.get_dtype()), element)
+        return ops.mul(ops.to_dtype(q_load([token, head, *feature]), F32), element)
 
     def reduction(inner: Any, ranges: Index, over: sympy.Expr) -> Any:
         box = ir.Reduction.create(

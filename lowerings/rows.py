@@ -1,8 +1,9 @@
 """rope, act_quant and store: IR over whole rows, so that Inductor fuses them with their producers.
 
 Each op keeps the iteration space [tokens, (heads,) head_dim] of the norm in front of it. With
-Triton a block maximum stays pointwise (``block.block_amax``) and the whole chain is one kernel; on
-the CPU it is an ordinary reduction, and the encoded rows go into the pool by ``write_rows``.
+Triton a block maximum stays pointwise (``block.block_amax``) and the whole chain is one kernel. On
+the CPU it is an ordinary reduction, rows are realized between the ops, because loops that share
+nothing would each recompute the chain, and the encoded rows go into the pool by ``write_rows``.
 """
 
 from __future__ import annotations
@@ -40,13 +41,21 @@ def register() -> tuple[str, ...]:
 
 def _row_loader(x: TensorBox) -> Loader:
     """Loads an element as fp32, rounded to the dtype of ``x`` even if its producer was fused."""
-    load, dtype = x.make_loader(), x.get_dtype()
+    dtype = x.get_dtype()
+    if not Target.of(x.get_device_or_error()).triton:
+        x.realize()
+        load_realized = x.make_loader()
+        return lambda index: ops.to_dtype(load_realized(index), F32, src_dtype=dtype)
+    load = x.make_loader()
     return lambda index: exact.rounded(load(index), dtype)
 
 
 def _rows_like(x: TensorBox, inner_fn: Loader) -> TensorBox:
     return ir.Pointwise.create(
-        device=x.get_device_or_error(), dtype=x.get_dtype(), inner_fn=inner_fn, ranges=x.get_size()
+        device=x.get_device_or_error(),
+        dtype=x.get_dtype(),
+        inner_fn=inner_fn,
+        ranges=x.get_size(),
     )
 
 
@@ -108,15 +117,13 @@ def _block_maxima(
 
 
 def _act_quant(x: TensorBox, features: int, block: int = 64) -> TensorBox:
-    load = _row_loader(x)
-    amax = _block_maxima(
-        x, load, sympy.Integer(features), block, Target.of(x.get_device_or_error())
-    )
+    load, target = _row_loader(x), Target.of(x.get_device_or_error())
+    amax = _block_maxima(x, load, sympy.Integer(features), block, target)
     dtype = x.get_dtype()
 
     def inner(index: Index) -> OpsValue:
         value = load(index)
-        quantized = exact.act_quant(value, amax(index), dtype)
+        quantized = exact.act_quant(value, amax(index), dtype, target)
         is_quantized = ops.lt(ops.index_expr(index[-1], I32), exact.i32(features))
         return ops.to_dtype(ops.where(is_quantized, quantized, value), dtype, src_dtype=F32)
 

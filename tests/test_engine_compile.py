@@ -1,0 +1,66 @@
+"""Compiled engines: one graph for prefill, one for decode, whatever the requests do."""
+
+import pytest
+import torch
+from engine_small import ONE_LAYER, assert_idle, make_engine, oracle, some_tokens
+from torch._dynamo.utils import counters
+
+from fp8kv_inductor._compat import generated_kernels
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """An engine, and the graphs and kernels that each kind of step compiled."""
+    engine = make_engine("fp8_e4m3", compile=True)
+    found = {}
+    for kind in ("prefill", "decode"):
+        before = counters["stats"]["unique_graphs"], generated_kernels()
+        engine.warm_up([kind])
+        found[kind] = (
+            counters["stats"]["unique_graphs"] - before[0],
+            generated_kernels() - before[1],
+        )
+    return engine, found
+
+
+def test_one_graph_each(compiled):
+    _, found = compiled
+    assert {kind: graphs for kind, (graphs, _) in found.items()} == {"prefill": 1, "decode": 1}
+    assert all(kernels > 0 for _, kernels in found.values())
+
+
+def test_nothing_recompiles_while_requests_come_and_go(compiled):
+    engine, _ = compiled
+    lengths = (1, 2, 3, 127, 128, 129, 333)
+    graphs = counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch in (1, 2, 4, 7):
+            prompts = [some_tokens(count, count) for count in lengths[:batch]]
+            assert [len(tokens) for tokens in engine.generate(prompts, 3)] == [3] * batch
+        ids = [engine.add_request(some_tokens(9, count), count) for count in (2, 140, 5)]
+        for _ in range(4):
+            engine.step()
+        ids.append(engine.add_request(some_tokens(260), 3, temperature=1.0))
+        while engine.unfinished:
+            engine.step()
+    assert [len(engine.finished(i)) for i in ids] == [2, 140, 5, 3]
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert_idle(engine)
+
+
+def test_compiled_logits_are_the_dense_references(compiled):
+    tokens = some_tokens(150)
+    expected, bound = oracle(tokens, "fp8_e4m3")
+    assert (compiled[0].score(tokens) - expected).abs().max() <= bound
+
+
+def test_engines_do_not_share_graphs():
+    """Dynamo must take neither another engine's graph nor its sizes for dynamic ones."""
+    prompts = [some_tokens(count, count) for count in (300, 140, 40, 1)]
+    expected = make_engine(config=ONE_LAYER).generate(prompts, 6)
+    for limits in ({"max_batch": 4, "max_len": 320}, {"max_batch": 3, "max_len": 640}):
+        graphs = counters["stats"]["unique_graphs"]
+        engine = make_engine(config=ONE_LAYER, compile=True, **limits)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert engine.generate(prompts, 6) == expected
+        assert counters["stats"]["unique_graphs"] == graphs + 2
