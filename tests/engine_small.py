@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+import torch._inductor.config
 
 from fp8kv_inductor.config import CacheConfig
 from fp8kv_inductor.engine import Engine
@@ -18,12 +19,17 @@ SMALL = replace(
     compress_ratios=(0, 4, 128),
     q_lora_rank=32,
     o_lora_rank=32,
-    index_topk=16,
+    index_topk=64,
     moe_inter_dim=64,
     vocab_size=64,
     original_seq_len=256,
 )
 ONE_LAYER = replace(SMALL, name="one-layer", compress_ratios=(0,))
+
+
+def scalar_code():
+    """C++ without vectors compiles in half the time, for tests of graphs and not of kernels."""
+    return torch._inductor.config.patch({"cpp.simdlen": 1})
 
 
 def make_model(config=SMALL, kv_cache_dtype="auto", rounding=True):

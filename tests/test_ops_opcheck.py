@@ -61,6 +61,13 @@ def test_store_formats(name):
     check_store(torch.randn(3, D), name)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_write_rows(name):
+    codes, scales = (part[:3].clone() for part in pool_tensors(name))
+    slots = torch.tensor([2, -1, 5])
+    opcheck(torch.ops.fp8kv.write_rows.default, (codes, scales, slots, *pool_tensors(name)))
+
+
 def check_sparse_attention(q, name, counts):
     tokens = q.shape[0]
     indices = torch.randint(-1, N, (tokens, 9), dtype=torch.int32)

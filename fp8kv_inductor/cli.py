@@ -1,0 +1,138 @@
+"""The ``fp8kv`` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from fp8kv_inductor import demo
+from fp8kv_inductor.config import ConfigError
+from fp8kv_inductor.model_config import PRESETS
+
+UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """``"64MiB"``, ``"1.5 GiB"`` or plain bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|KiB|MiB|GiB)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; needed: a number of bytes, or of KiB, MiB or GiB as in 64MiB"
+        )
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A parser of integers from ``least`` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"found {text!r}; needed: {least} or more")
+        return int(text)
+
+    return parse
+
+
+def read_text(path: Path | None, size: int) -> bytes:
+    """The first ``size`` bytes of a file, or of the text that comes with the package.
+
+    Raises:
+        ConfigError: the file is empty.
+        OSError: it cannot be read.
+    """
+    source = path or resources.files("fp8kv_inductor") / "data" / "row.txt"
+    text = source.read_bytes()[:size]
+    if not text:
+        raise ConfigError(f"found an empty file {path}; needed: one byte or more")
+    return text
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="fp8kv", description="DeepSeek-V4 on 8-bit KV pools through torch.compile."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "demo",
+        help="run one text through bf16 and fp8 pools, eager and compiled",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    command.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="file whose bytes are the tokens; without it, a text that comes with the package",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    command.add_argument("--model", choices=PRESETS, default="tiny", help="shapes of the model")
+    command.add_argument(
+        "--new-tokens", type=at_least(2), default=32, metavar="N", help="tokens to generate"
+    )
+    command.add_argument(
+        "--prompt-bytes", type=at_least(1), default=1024, metavar="N", help="bytes to start from"
+    )
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
+    command.add_argument(
+        "--budget", type=parse_bytes, default="64MiB", metavar="BYTES", help="memory for the pools"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the random weights")
+    return parser
+
+
+def run_demo(arguments: argparse.Namespace) -> None:
+    """``fp8kv demo``: the result on stdout, progress on stderr."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("found no CUDA device; --device cuda needs one; use --device cpu")
+    options = demo.Options(
+        model=arguments.model,
+        text=read_text(arguments.text, arguments.prompt_bytes),
+        new_tokens=arguments.new_tokens,
+        device=None if arguments.device == "auto" else arguments.device,
+        budget=arguments.budget,
+        seed=arguments.seed,
+    )
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        result = demo.run(options, progress)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    else:
+        demo.print_table(result, Console())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 if it worked, 1 with the reason in one line on stderr, 2 for bad usage."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        run_demo(arguments)
+    except (ConfigError, OSError) as error:
+        print(f"fp8kv {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
