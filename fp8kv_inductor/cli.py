@@ -22,8 +22,15 @@ from rich.progress import (
 )
 
 from fp8kv_inductor import demo
+from fp8kv_inductor.chains import CHAINS
 from fp8kv_inductor.config import ConfigError
+from fp8kv_inductor.formats import FORMATS
 from fp8kv_inductor.model_config import PRESETS
+from fp8kv_inductor.pools import Pool
+from fp8kv_inductor.registration import register
+
+TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
+"""Compute capabilities that ``fp8kv code`` generates for."""
 
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -97,6 +104,22 @@ def make_parser() -> argparse.ArgumentParser:
         "--budget", type=parse_bytes, default="64MiB", metavar="BYTES", help="memory for the pools"
     )
     command.add_argument("--seed", type=int, default=0, help="of the random weights")
+    command.set_defaults(run=run_demo)
+
+    command = commands.add_parser(
+        "code",
+        help="show the CUDA code that torch.compile generates; no GPU is needed",
+        epilog="example: fp8kv code store-chain --target sm_90 --rows 64 --json",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    command.add_argument("chain", choices=CHAINS, help="what to compile")
+    command.add_argument("--target", choices=TARGETS, default="sm_90", help="compute capability")
+    command.add_argument(
+        "--rows", type=at_least(1), default=64, metavar="N", help="tokens of the graph"
+    )
+    command.add_argument("--fmt", choices=FORMATS, default="fp8_e4m3", help="row format")
+    command.add_argument("--json", action="store_true", help="print JSON instead of source")
+    command.set_defaults(run=run_code)
     return parser
 
 
@@ -127,11 +150,34 @@ def run_demo(arguments: argparse.Namespace) -> None:
         demo.print_table(result, Console())
 
 
+def run_code(arguments: argparse.Namespace) -> None:
+    """``fp8kv code``: generated source, or JSON about it, on stdout."""
+    from fp8kv_inductor.lowerings.cross_compile import cuda_source, pool_copies
+
+    register()
+    torch.manual_seed(0)
+    fn, args = CHAINS[arguments.chain](arguments.rows, arguments.fmt)
+    code = cuda_source(fn, args, int(arguments.target.removeprefix("sm_")))
+    modules = [value for value in (fn, *args) if isinstance(value, torch.nn.Module)]
+    pools = [pool for root in modules for pool in root.modules() if isinstance(pool, Pool)]
+    if not arguments.json:
+        print(code.wrapper)
+        return
+    result = {
+        "target": arguments.target,
+        "kernels": len(code.kernels),
+        "names": list(code.kernels),
+        "pool_copies": len(pool_copies(code.wrapper, *(pool.data for pool in pools))),
+        "source": code.wrapper,
+    }
+    print(json.dumps(result, indent=2))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 if it worked, 1 with the reason in one line on stderr, 2 for bad usage."""
     arguments = make_parser().parse_args(argv)
     try:
-        run_demo(arguments)
+        arguments.run(arguments)
     except (ConfigError, OSError) as error:
         print(f"fp8kv {arguments.command}: {error}", file=sys.stderr)
         return 1

@@ -9,6 +9,7 @@ loaded. Nothing is launched.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -96,6 +97,26 @@ def triton_kernels(wrapper: str) -> dict[str, str]:
     """Triton kernels by name in the source of a generated module."""
     definition = r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str='cuda'\)"
     return dict(re.findall(definition, wrapper, re.S | re.M))
+
+
+def buffers(wrapper: str) -> list[int]:
+    """Element counts of the buffers of static size that a generated module allocates."""
+    shapes = re.findall(r"empty_strided_(?:cpu|cuda)\(\(([^)]*)\)", wrapper)
+    numbers = [re.findall(r"\w+", shape) for shape in shapes]
+    return [math.prod(map(int, shape)) for shape in numbers if all(map(str.isdigit, shape))]
+
+
+def pool_copies(wrapper: str, *pools: torch.Tensor) -> list[Any]:
+    """Buffers of the size of a whole pool, and clones or copies, in a generated module.
+
+    Args:
+        wrapper: source of the module.
+        pools: data tensors; give them sizes that no other tensor has.
+    """
+    sizes = {pool.numel() for pool in pools}
+    whole = [size for size in buffers(wrapper) if size in sizes]
+    code = re.sub(r"^\s*#.*$", "", wrapper, flags=re.MULTILINE)
+    return [*whole, *re.findall(r"aten\.(?:clone|copy_)\b|\.clone\(|\.copy_\(", code)]
 
 
 class _StopCompilation(BaseException):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 import sys
 from pathlib import Path
@@ -102,16 +101,3 @@ def _load(name: str, source: str, folder: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def buffers(wrapper: str) -> list[int]:
-    """Element counts of the buffers with static sizes that generated code allocates."""
-    shapes = re.findall(r"empty_strided_(?:cpu|cuda)\(\(([^)]*)\)", wrapper)
-    numbers = [re.findall(r"\w+", shape) for shape in shapes]
-    return [math.prod(map(int, shape)) for shape in numbers if all(map(str.isdigit, shape))]
-
-
-def pool_copies(wrapper: str, pool_elements: int) -> list[Any]:
-    """Buffers as large as a pool, and clones or copies, in generated code."""
-    large = [size for size in buffers(wrapper) if size >= pool_elements]
-    return [*large, *re.findall(r"aten\.(?:clone|copy_)\b|\.clone\(|\.copy_\(", wrapper)]

@@ -5,24 +5,20 @@ import math
 
 import pytest
 import torch
-from chains import (
-    HEAD_DIM,
-    angles,
-    compressor_chain,
-    compressor_inputs,
-    nasty_rows,
-    pool_bytes,
-    q_chain,
-    read,
-    read_inputs,
-    row_ops,
-    store_chain,
-    store_inputs,
-)
-from generated import pool_copies
+from nasty import HEAD_DIM, nasty_reads, nasty_rows, pool_bytes, row_ops
 from torch._inductor.utils import run_and_get_code
 
 from fp8kv_inductor import Pool, indexer_scores, reference, sparse_attention, store
+from fp8kv_inductor.chains import (
+    angles,
+    compressor_chain,
+    compressor_inputs,
+    q_chain,
+    read,
+    store_chain,
+    store_inputs,
+)
+from fp8kv_inductor.lowerings.cross_compile import pool_copies
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +62,7 @@ def test_operators_write_the_bytes_of_the_cpu(fmt, tokens):
         assert torch.equal(result.cpu().nan_to_num(nan=9.0), want.nan_to_num(nan=9.0))
     assert_same_rows(*pools)
     assert code.count("@triton.jit") == 1
-    assert not pool_copies(code, N_SLOTS * HEAD_DIM)
+    assert not pool_copies(code, pools[2].data)
 
 
 def test_every_bf16_value_and_every_tie():
@@ -161,7 +157,7 @@ def check_read(args, got):
 @pytest.mark.parametrize("tokens", [4, 150])
 @pytest.mark.parametrize("heads", [20, 64])
 def test_reads_equal_fp64(fmt, tokens, heads):
-    args = read_inputs(tokens, heads, 192, fmt)
+    args = nasty_reads(tokens, heads, 192, fmt)
     args = on_cuda(args)
     check_read(args, compiled(read)(*args))
     check_read(args, read(*args))
@@ -171,18 +167,18 @@ def test_token_counts_share_two_graphs():
     step = compiled(read)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for tokens in (8, 5, 17, 64, 200):
-        args = on_cuda(read_inputs(tokens, 64, 640, "fp8_e4m3"))
+        args = on_cuda(nasty_reads(tokens, 64, 640, "fp8_e4m3"))
         check_read(args, step(*args))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs <= 2
 
 
 def test_max_autotune_gives_the_same_answer():
-    args = on_cuda(read_inputs(6, 64, 640, "fp8_e4m3"))
+    args = on_cuda(nasty_reads(6, 64, 640, "fp8_e4m3"))
     check_read(args, compiled(read, mode="max-autotune-no-cudagraphs")(*args))
 
 
 def test_window_pool_alone_and_dead_rows_full_of_nan():
-    q, window, _, indices, _, sink = on_cuda(read_inputs(150, 64, 128, "fp8_e4m3"))
+    q, window, _, indices, _, sink = on_cuda(nasty_reads(150, 64, 128, "fp8_e4m3"))
 
     def window_only(q, window, indices, sink):
         return sparse_attention(q, window, window, indices, None, sink, 128, HEAD_DIM**-0.5)

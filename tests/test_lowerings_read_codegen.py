@@ -5,12 +5,13 @@ import re
 
 import pytest
 import torch
-from chains import read, read_inputs
-from generated import ARCHITECTURES, GeneratedKernel, pool_copies
+from generated import ARCHITECTURES, GeneratedKernel
 from interpreter import interpreted
+from nasty import nasty_reads
 
 from fp8kv_inductor import Pool, indexer_scores, reference, sparse_attention, store
-from fp8kv_inductor.lowerings.cross_compile import cuda_source
+from fp8kv_inductor.chains import read
+from fp8kv_inductor.lowerings.cross_compile import cuda_source, pool_copies
 
 FORMATS = ["fp8_e4m3", "fp8_e4m3_amax", "fp8_e4m3_ue8m0", "bf16"]
 PREFILL, DECODE = 300, 4
@@ -19,29 +20,30 @@ HEADS, COLUMNS = 64, 640
 
 @pytest.fixture(scope="module")
 def prefill():
-    return cuda_source(read, read_inputs(PREFILL, HEADS, COLUMNS, "fp8_e4m3"))
+    return cuda_source(read, nasty_reads(PREFILL, HEADS, COLUMNS, "fp8_e4m3"))
 
 
 @pytest.fixture(scope="module")
 def decode():
-    return cuda_source(read, read_inputs(DECODE, HEADS, COLUMNS, "fp8_e4m3"))
+    return cuda_source(read, nasty_reads(DECODE, HEADS, COLUMNS, "fp8_e4m3"))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_kernels_by_number_of_queries(fmt):
     """Many queries: one template. Few: parts, their combination and the lse."""
-    many = cuda_source(read, read_inputs(PREFILL, HEADS, COLUMNS, fmt))
+    inputs = nasty_reads(PREFILL, HEADS, COLUMNS, fmt)
+    many = cuda_source(read, inputs)
     assert list(many.kernels) == ["triton_tem_fused_sparse_attention_0"]
-    few = cuda_source(read, read_inputs(DECODE, HEADS, COLUMNS, fmt), dynamic=True)
+    few = cuda_source(read, nasty_reads(DECODE, HEADS, COLUMNS, fmt), dynamic=True)
     assert [name.split("_")[1] for name in few.kernels] == ["tem", "poi", "poi"]
-    assert not pool_copies(many.wrapper, 300 * 512 * 512)
+    assert not pool_copies(many.wrapper, inputs[1].data, inputs[2].data)
 
 
 def test_an_unused_lse_costs_no_kernel():
     def out_only(*args):
         return read(*args)[0]
 
-    code = cuda_source(out_only, read_inputs(DECODE, HEADS, COLUMNS, "fp8_e4m3"))
+    code = cuda_source(out_only, nasty_reads(DECODE, HEADS, COLUMNS, "fp8_e4m3"))
     assert [name.split("_")[1] for name in code.kernels] == ["tem", "poi"]
 
 
@@ -50,7 +52,7 @@ def test_user_code_on_the_output_fuses_behind(tokens):
     def scaled(*args):
         return read(*args)[0].float() * 2 + 1
 
-    code = cuda_source(scaled, read_inputs(tokens, HEADS, COLUMNS, "fp8_e4m3"))
+    code = cuda_source(scaled, nasty_reads(tokens, HEADS, COLUMNS, "fp8_e4m3"))
     assert len(code.kernels) == (1 if tokens == PREFILL else 2)
 
 
@@ -58,14 +60,14 @@ def test_window_pool_alone():
     def window_only(q, window, indices, sink):
         return sparse_attention(q, window, window, indices, None, sink, 128, 512**-0.5)[0]
 
-    q, window, _, indices, _, sink = read_inputs(PREFILL, HEADS, 128, "fp8_e4m3")
+    q, window, _, indices, _, sink = nasty_reads(PREFILL, HEADS, 128, "fp8_e4m3")
     code = cuda_source(window_only, (q, window, indices, sink))
     assert list(code.kernels) == ["triton_tem_fused_sparse_attention_0"]
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_compiles(capability, tmp_path):
-    code = cuda_source(read, read_inputs(PREFILL, HEADS, COLUMNS, "fp8_e4m3"), capability)
+    code = cuda_source(read, nasty_reads(PREFILL, HEADS, COLUMNS, "fp8_e4m3"), capability)
     ((name, source),) = code.kernels.items()
     warps = int(re.search(r"num_warps=(\d+)", source).group(1))
     compiled = GeneratedKernel(name, source, tmp_path).compile(capability, num_warps=warps)
@@ -78,7 +80,7 @@ def test_compiles(capability, tmp_path):
 def test_interpreted_result_equals_fp64(tokens, tmp_path):
     """The template of both classes over the first six tokens' grid."""
     heads, columns, shown = 20, 192, 6
-    args = read_inputs(tokens, heads, columns, "fp8_e4m3")
+    args = nasty_reads(tokens, heads, columns, "fp8_e4m3")
     code = cuda_source(read, args)
     name, source = next(iter(code.kernels.items()))
     splits = int(re.search(r"SPLITS : tl.constexpr = (\d+)", source).group(1))
@@ -155,9 +157,9 @@ def test_store_and_read_of_one_pool_stay_in_order():
         store(rows, slots + 1, args[1])
         return out
 
-    inputs = read_inputs(PREFILL, HEADS, COLUMNS, "fp8_e4m3")
+    inputs = nasty_reads(PREFILL, HEADS, COLUMNS, "fp8_e4m3")
     rows, slots = torch.randn(PREFILL, 512).bfloat16(), torch.arange(PREFILL)
     code = cuda_source(step, (rows, slots, *inputs))
     launched = re.findall(r"^\s+(triton_\w+)\.run\(", code.wrapper, re.MULTILINE)
     assert [name.split("_")[1] for name in launched] == ["poi", "tem", "poi"]
-    assert not pool_copies(code.wrapper, inputs[1].data.numel() * 512)
+    assert not pool_copies(code.wrapper, inputs[1].data)

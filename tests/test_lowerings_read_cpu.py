@@ -4,13 +4,15 @@ import math
 
 import pytest
 import torch
-from chains import HEAD_DIM, N_WINDOW, pool_bytes, read, read_inputs
-from generated import pool_copies
+from nasty import HEAD_DIM, nasty_reads, pool_bytes
 from torch._inductor.utils import run_and_get_code
 
 from fp8kv_inductor import Pool, get_format, indexer_scores, reference, sparse_attention, store
+from fp8kv_inductor.chains import MODEL, read
+from fp8kv_inductor.lowerings.cross_compile import pool_copies
 
 TOKENS, HEADS, COLUMNS = 6, 4, 192
+N_WINDOW = MODEL.window_size
 
 
 def exact(q, window, cmp, indices, counts, sink, n_window=N_WINDOW, dtype=torch.float64):
@@ -38,15 +40,15 @@ def check_against_fp64(got, q, *args):
 
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e4m3_amax", "fp8_e4m3_ue8m0", "bf16"])
 def test_equals_fp64_on_the_stored_bytes(fmt):
-    args = read_inputs(TOKENS, HEADS, COLUMNS, fmt)
+    args = nasty_reads(TOKENS, HEADS, COLUMNS, fmt)
     got, (code,) = run_and_get_code(torch.compile(read, fullgraph=True), *args)
     check_against_fp64(got, *args)
     assert "fp8kv.sparse_attention" not in code, "lowered, not called"
-    assert not pool_copies(code, args[1].data.numel())
+    assert not pool_copies(code, args[1].data, args[2].data)
 
 
 def test_dead_columns_cannot_change_a_bit():
-    q, window, cmp, indices, counts, sink = read_inputs(TOKENS, HEADS, COLUMNS, "fp8_e4m3")
+    q, window, cmp, indices, counts, sink = nasty_reads(TOKENS, HEADS, COLUMNS, "fp8_e4m3")
     compiled = torch.compile(read, fullgraph=True)
     clean = compiled(q, window, cmp, indices, counts, sink)
     columns = torch.arange(COLUMNS)
@@ -63,7 +65,7 @@ def test_dead_columns_cannot_change_a_bit():
 
 @pytest.mark.parametrize("n_window", [0, COLUMNS])
 def test_columns_of_one_pool_only(n_window):
-    q, window, cmp, indices, _, sink = read_inputs(TOKENS, HEADS, COLUMNS, "fp8_e4m3")
+    q, window, cmp, indices, _, sink = nasty_reads(TOKENS, HEADS, COLUMNS, "fp8_e4m3")
 
     def one(q, window, cmp, indices, sink):
         return sparse_attention(q, window, cmp, indices, None, sink, n_window, HEAD_DIM**-0.5)
@@ -77,7 +79,7 @@ def test_store_then_read_sees_the_new_rows():
         store(rows, slots, window)
         return read(q, window, cmp, indices, counts, sink)
 
-    q, window, cmp, indices, counts, sink = read_inputs(TOKENS, HEADS, COLUMNS, "fp8_e4m3")
+    q, window, cmp, indices, counts, sink = nasty_reads(TOKENS, HEADS, COLUMNS, "fp8_e4m3")
     rows, slots = torch.randn(TOKENS, HEAD_DIM).bfloat16(), torch.arange(TOKENS)
     indices[:, :TOKENS] = torch.arange(TOKENS)
     ours = Pool(window.data.clone(), window.scale.clone(), window.format)
@@ -87,7 +89,7 @@ def test_store_then_read_sees_the_new_rows():
     assert all(map(torch.equal, pool_bytes(window), pool_bytes(ours)))
     check_against_fp64(got, q, window, cmp, indices, counts, sink)
     assert torch.allclose(got[0].float(), want[0].float(), atol=2e-2)
-    assert not pool_copies(code, window.data.numel())
+    assert not pool_copies(code, window.data)
 
 
 def test_indexer_scores_equal_fp64_and_dead_pages_are_not_read():

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from chains import angles, nasty_rows, pool_bytes, row_ops, store_inputs
-from generated import pool_copies
+from nasty import nasty_rows, pool_bytes, row_ops
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from fp8kv_inductor import FORMATS, Pool, act_quant, register, rope, store
+from fp8kv_inductor.chains import angles, store_inputs
+from fp8kv_inductor.lowerings.cross_compile import pool_copies
 
 TOKENS = 12
 N_SLOTS = 64
@@ -36,7 +37,7 @@ def test_bytes_equal_eager(fmt):
     assert same(got, expected)
     for left, right in zip(pool_bytes(eager), pool_bytes(ours), strict=True):
         assert torch.equal(left, right)
-    assert not pool_copies(code, ours.data.numel())
+    assert not pool_copies(code, ours.data)
     assert "fp8kv.write_rows" in code
 
 
@@ -84,7 +85,7 @@ def test_pools_inside_a_larger_buffer_are_written_in_place():
     _, (code,) = run_and_get_code(compiled(store), rows, slots, ours)
     assert torch.equal(big[1], eager.data) and torch.equal(scales[1], eager.scale)
     assert not big[0].any() and not big[2].any() and not scales[::2].any()
-    assert not pool_copies(code, ours.data.numel())
+    assert not pool_copies(code, ours.data)
 
 
 def test_a_copied_pool_would_be_seen():
@@ -95,9 +96,9 @@ def test_a_copied_pool_would_be_seen():
         torch.ops.fp8kv.store(rows, slots, data, pool.scale, pool.format.name)
         return data
 
-    *_, slots, pool = store_inputs(TOKENS, "fp8_e4m3", N_SLOTS)
+    *_, slots, pool = store_inputs(TOKENS, "fp8_e4m3")
     _, (code,) = run_and_get_code(compiled(copies), nasty_rows(TOKENS), slots, pool)
-    assert pool_copies(code, pool.data.numel())
+    assert pool_copies(code, pool.data)
 
 
 def test_a_slot_beyond_the_pool_raises():
@@ -113,9 +114,10 @@ def test_the_producers_rounding_is_not_lost():
     def scaled_rows(x, weight, slots, pool):
         store((x.float() * weight).to(torch.bfloat16), slots, pool)
 
-    x, weight, *_, slots, eager = store_inputs(TOKENS, "bf16", N_SLOTS)
-    ours = Pool.empty(N_SLOTS, 512, "bf16")
-    quantized, quantized_ours = (Pool.empty(N_SLOTS, 512, "fp8_e4m3") for _ in range(2))
+    x, weight, _, _, slots, _ = store_inputs(TOKENS, "bf16")
+    eager, ours, quantized, quantized_ours = (
+        Pool.empty(N_SLOTS, 512, fmt) for fmt in ("bf16", "bf16", "fp8_e4m3", "fp8_e4m3")
+    )
     step = compiled(scaled_rows)
     for left, right in ((eager, ours), (quantized, quantized_ours)):
         scaled_rows(x, weight, slots, left)

@@ -1,4 +1,4 @@
-"""Chains of separate calls, as users write them, that the lowering tests compile."""
+"""Inputs with everything that can go wrong, and chains that are defined to the bit."""
 
 from __future__ import annotations
 
@@ -7,64 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from fp8kv_inductor import Pool, act_quant, rope, sparse_attention, store
+from fp8kv_inductor import Pool, act_quant, rope, store
+from fp8kv_inductor.chains import MODEL
 
-HEAD_DIM = 512
-ROPE_PAIRS = 32
-FEATURES = HEAD_DIM - 2 * ROPE_PAIRS
-EPS = 1e-6
-N_WINDOW = 128
+HEAD_DIM = MODEL.head_dim
 BF16_SPECIALS = (math.nan, math.inf, -math.inf, 3.38e38, -3.38e38, 0.0, -0.0, 1e-40, -1e-40)
-
-
-def rms_norm(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    x = x.float()
-    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
-    return (x * scale * weight).to(torch.bfloat16)
-
-
-def store_chain(x, weight, cos, sin, slots, pool):
-    """norm -> rope -> act_quant -> store of kv rows."""
-    store(act_quant(rope(rms_norm(x, weight), cos, sin), FEATURES), slots, pool)
 
 
 def row_ops(x, cos, sin, slots, pool):
     """The operators alone: everything in it is defined to the bit."""
-    row = act_quant(rope(x, cos, sin), FEATURES)
+    row = act_quant(rope(x, cos, sin), MODEL.nope_head_dim)
     store(row, slots, pool)
     return row
-
-
-def q_chain(q, cos, sin):
-    """Per-head norm -> rope."""
-    return rope(rms_norm(q), cos, sin)
-
-
-def compressor_chain(kv, score, weight, cos, sin, slots, pool):
-    """Softmax pooling in plain code -> norm -> rope -> act_quant -> store."""
-    pooled = (score.softmax(1) * kv).sum(1)
-    store(act_quant(rope(rms_norm(pooled, weight), cos, sin), FEATURES), slots, pool)
-
-
-def read(q, window, cmp, indices, counts, sink):
-    return sparse_attention(q, window, cmp, indices, counts, sink, N_WINDOW, HEAD_DIM**-0.5)
-
-
-def angles(tokens: int) -> tuple[Tensor, Tensor]:
-    theta = torch.rand(tokens, ROPE_PAIRS) * 2 * math.pi
-    return theta.cos(), theta.sin()
-
-
-def store_inputs(tokens: int, fmt: str, n_slots: int = 4096):
-    slots = torch.randperm(n_slots)[:tokens]
-    pool = Pool.empty(n_slots, HEAD_DIM, fmt)
-    return (
-        torch.randn(tokens, HEAD_DIM).bfloat16(),
-        torch.rand(HEAD_DIM) + 0.5,
-        *angles(tokens),
-        slots,
-        pool,
-    )
 
 
 def nasty_rows(tokens: int, width: int = HEAD_DIM) -> Tensor:
@@ -77,12 +31,7 @@ def nasty_rows(tokens: int, width: int = HEAD_DIM) -> Tensor:
     return rows
 
 
-def compressor_inputs(groups: int, fmt: str):
-    kv, score = torch.randn(2, groups, 8, HEAD_DIM)
-    return kv, score, *store_inputs(groups, fmt)[1:]
-
-
-def read_inputs(tokens: int, heads: int, columns: int, fmt: str, n_slots: int = 300):
+def nasty_reads(tokens: int, heads: int, columns: int, fmt: str, n_slots: int = 307):
     """Queries over two filled pools; some columns, one row and one pair of sinks are extreme."""
     pools = []
     for n in (n_slots, n_slots + 7):
