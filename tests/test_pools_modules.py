@@ -54,7 +54,7 @@ def test_tiers_follow_the_ratio():
     tiers = [{name for name, pool in layer.named_children()} for layer in pools.layers]
     window, full = {"window"}, {"window", "cmp", "state"}
     indexed = {*full, "idx", "idx_state"}
-    assert tiers == [window, indexed, full, indexed]
+    assert tiers == [window, indexed, full]
     assert pools.layers[0].cmp is None and pools.layers[2].idx is None
     rows = {name: pool.n_slots for name, pool in pools.layers[1].named_children()}
     assert rows == {"window": 256, "cmp": 96, "state": 16, "idx": 96, "idx_state": 16}

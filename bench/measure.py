@@ -1,0 +1,84 @@
+"""How the benchmarks measure: CUDA graphs over rotating inputs, a cold L2, medians, ceilings."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+FLUSH_BYTES = 256 << 20
+"""Written between replays: several times the L2 of any GPU so far."""
+
+REPLAYS = 20
+
+
+def header() -> dict[str, str]:
+    """Device and versions, for the head of every table."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": metadata.version("triton"),
+    }
+
+
+def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
+    """Median microseconds per call of a CUDA graph that runs ``calls`` in order.
+
+    Each call should have inputs of its own; the L2 is flushed before every replay.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(REPLAYS):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def copy_bandwidth(nbytes: int = 1 << 30) -> float:
+    """Bytes per second of a copy by an elementwise kernel, counting what is read and written.
+
+    Not ``copy_``, which becomes a memcpy node and runs on the slower copy engines.
+    """
+    source, target = torch.randn(2, nbytes // 4, device="cuda")
+    return 2 * nbytes / graph_us([lambda: torch.neg(source, out=target)] * 4) * 1e6
+
+
+def report(name: str, head: dict[str, Any], rows: list[dict[str, Any]], out: Path | None) -> None:
+    """Print a table for people and, with ``out``, write ``<name>.json`` and ``<name>.csv``."""
+    table = Table(title=f"{name}: " + ", ".join(f"{k} {v}" for k, v in head.items()))
+    for column in rows[0]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(width=160).print(table)
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps({**head, "rows": rows}, indent=2) + "\n")
+    with (out / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
