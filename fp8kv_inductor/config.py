@@ -106,7 +106,13 @@ def _check_quantized(
             "use kv_cache_dtype='auto'"
         )
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
+        try:
+            capability = torch.cuda.get_device_capability(device)
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError(
+                f"found no usable CUDA device behind {str(device)!r} ({error}); "
+                f"kv_cache_dtype={kv_cache_dtype!r} needs a GPU there, or device='cpu'"
+            ) from error
         if capability < FP8_CAPABILITY:
             raise ConfigError(
                 f"found a GPU of compute capability {capability[0]}.{capability[1]}; "

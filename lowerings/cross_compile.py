@@ -201,7 +201,7 @@ def _cuda_stand_in(capability: int) -> Iterator[None]:
             ("torch.cuda.get_device_capability", lambda d=None: divmod(capability, 10)),
             ("torch.cuda.current_device", lambda: 0),
             ("torch.cuda.device_count", lambda: 1),
-            ("torch.cuda.get_rng_state", nothing),
+            ("torch.cuda.get_rng_state", lambda *_: torch.empty(0, dtype=torch.uint8)),
             ("torch.cuda.set_rng_state", nothing),
             # These trace example patterns on a real device.
             ("torch._inductor.fx_passes.misc_patterns._misc_patterns_init", nothing),

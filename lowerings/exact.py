@@ -52,14 +52,12 @@ class Target:
     Attributes:
         triton: Triton prints the kernel, so the primitives of ``block`` exist.
         single_rounding_cast: its cast from fp32 to e4m3 is one round to nearest even.
-        packed_bf16_cast: one instruction rounds two fp32 values to bf16.
         sm_count: streaming multiprocessors of a GPU.
         shared_bytes: shared memory that one program may use on a GPU.
     """
 
     triton: bool = False
     single_rounding_cast: bool = True
-    packed_bf16_cast: bool = False
     sm_count: int = 0
     shared_bytes: int = 0
 
@@ -72,7 +70,6 @@ class Target:
         return cls(
             triton=True,
             single_rounding_cast=(properties.major, properties.minor) >= SINGLE_ROUNDING_CAPABILITY,
-            packed_bf16_cast=True,
             sm_count=properties.multi_processor_count,
             shared_bytes=properties.shared_memory_per_block_optin,
         )
@@ -92,7 +89,7 @@ def rounded(value: OpsValue, dtype: torch.dtype, target: Target) -> OpsValue:
     """``value`` as fp32, rounded to ``dtype`` by a cast that Inductor keeps."""
     if dtype == F32:
         return ops.to_dtype(value, F32)
-    if dtype == torch.bfloat16 and target.packed_bf16_cast:
+    if dtype == torch.bfloat16 and target.triton:
         return block.round_bf16(ops.to_dtype(value, F32))
     narrow = ops.to_dtype(value, dtype, src_dtype=F32, use_compute_types=False)
     return ops.to_dtype(narrow, F32, src_dtype=dtype)

@@ -90,3 +90,9 @@ def test_other_devices(device):
 @pytest.mark.gpu
 def test_this_gpu_is_the_default():
     assert CacheConfig.resolve("tiny", "fp8_e4m3").device.type == "cuda"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device():
+    with pytest.raises(ConfigError, match=r"no usable CUDA device behind 'cuda'.*device='cpu'"):
+        CacheConfig.resolve("tiny", "fp8_e4m3", "cuda")
