@@ -52,7 +52,7 @@ def test_a_batch_gives_the_tokens_of_each_request_alone(engine, outputs):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("prefill_chunk", [pytest.param(2, marks=pytest.mark.slow), 77, 512])
+@pytest.mark.parametrize("prefill_chunk", [2, 77, 512])
 def test_chunks_do_not_change_the_tokens(outputs, prefill_chunk):
     few = slice(1, 3) if prefill_chunk == 2 else slice(None)
     engine = make_engine(prefill_chunk=prefill_chunk, rounding=False)

@@ -78,12 +78,7 @@ def moved_by_an_ulp(weights, seed):
 
 
 @pytest.mark.parametrize(
-    ("kv_format", "rounding"),
-    [
-        ("bf16", True),
-        pytest.param("bf16", False, marks=pytest.mark.slow),
-        pytest.param("fp8_e4m3", True, marks=pytest.mark.slow),
-    ],
+    ("kv_format", "rounding"), [("bf16", False), ("bf16", True), ("fp8_e4m3", True)]
 )
 @torch.no_grad()
 def test_prefill_and_decode(weights, kv_format, rounding):
