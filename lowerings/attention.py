@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,10 +21,8 @@ from fp8kv_inductor.formats import RowFormat, get_format
 from fp8kv_inductor.kernels import attention as kernels
 from fp8kv_inductor.lowerings import exact
 from fp8kv_inductor.lowerings.exact import F32, OpsValue, Target, f32
+from fp8kv_inductor.lowerings.loops import Index, Loader, reduction_loader
 from fp8kv_inductor.lowerings.template import make_template, realized, select
-
-Index = Sequence[sympy.Expr]
-Loader = Callable[[Index], OpsValue]
 
 MINUS_INF = float("-inf")
 MAX_SPLITS = 32
@@ -88,6 +86,11 @@ class _Read:
         )
 
 
+def _shift(m: OpsValue) -> OpsValue:
+    """What to subtract from scores: their maximum, or 0 where -inf - -inf would give NaN."""
+    return ops.where(ops.eq(m, f32(MINUS_INF)), f32(0.0), m)
+
+
 def _normalize(acc: OpsValue, m: OpsValue, total: OpsValue, sink: OpsValue) -> OpsValue:
     """acc / (total + exp(sink - m)), 0 for an empty row or an infinite sink.
 
@@ -98,16 +101,11 @@ def _normalize(acc: OpsValue, m: OpsValue, total: OpsValue, sink: OpsValue) -> O
         sink: natural log of what is added to the denominator.
     """
     top = ops.maximum(m, sink)
-    shift = ops.where(ops.eq(top, f32(MINUS_INF)), f32(0.0), top)
+    shift = _shift(top)
     weight = ops.exp(ops.sub(m, shift))
     denominator = ops.add(ops.mul(total, weight), ops.exp(ops.sub(sink, shift)))
     empty = ops.or_(ops.eq(denominator, f32(0.0)), ops.eq(sink, f32(float("inf"))))
     return ops.mul(acc, ops.where(empty, f32(0.0), ops.truediv(weight, denominator)))
-
-
-def _shift(m: OpsValue) -> OpsValue:
-    """What to subtract from scores: their maximum, or 0 where -inf - -inf would give NaN."""
-    return ops.where(ops.eq(m, f32(MINUS_INF)), f32(0.0), m)
 
 
 def _grid(tokens: Any, head_blocks: Any, splits: Any, meta: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -235,23 +233,7 @@ def _reductions(read: _Read) -> tuple[TensorBox, TensorBox]:
         if width != 0
     ]
 
-    def reduction(
-        kind: Literal["sum", "max"],
-        inner: Callable[[Index, Index], OpsValue],
-        ranges: Index,
-        over: sympy.Expr,
-    ) -> Loader:
-        box = ir.Reduction.create(
-            device=read.q.get_device_or_error(),
-            dst_dtype=F32,
-            src_dtype=F32,
-            inner_fn=inner,
-            ranges=list(ranges),
-            reduction_ranges=[sympy.sympify(over)],
-            reduction_type=kind,
-        )
-        box.realize()
-        return box.make_loader()
+    reduction = functools.partial(reduction_loader, read.q.get_device_or_error())
 
     def scores_of(part: _Part) -> Loader:
         def dot(index: Index, feature: Index) -> OpsValue:

@@ -236,11 +236,10 @@ def _print_block_pow2(
 
 def _print_swap_pairs(value: Any, column: Any) -> str:
     groups = _Groups(2)
-    shape = [*groups.reduced_shape[:-1], "2"]
-    pair = V.kernel.cse.newvar(ValueRanges.unknown(), torch.float32, tuple(shape[:-1]))
-    other = V.kernel.cse.newvar(ValueRanges.unknown(), torch.float32, tuple(shape[:-1]))
-    V.kernel.compute.writeline(f"{pair}, {other} = tl.split({groups.split(value)})")
-    return f"tl.reshape(tl.join({other}, {pair}), [{groups.full}])"
+    shape = groups.reduced_shape[:-1]
+    even, odd = (V.kernel.cse.newvar(ValueRanges.unknown(), torch.float32, shape) for _ in range(2))
+    V.kernel.compute.writeline(f"{even}, {odd} = tl.split({groups.split(value)})")
+    return f"tl.reshape(tl.join({odd}, {even}), [{groups.full}])"
 
 
 def column_expression() -> sympy.Expr:

@@ -7,6 +7,7 @@ lowering would hit code that the old one generated.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import fp8kv_inductor
 SUFFIXES = (".py", ".jinja")
 
 
+@cache
 def source_files() -> tuple[str, ...]:
     """Every file of the package that can change generated code: sources and templates."""
     folders = [Path(__file__).parent, Path(fp8kv_inductor.__file__).parent]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -18,9 +17,8 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from fp8kv_inductor.kernels import indexer as kernels
 from fp8kv_inductor.lowerings.exact import F32, OpsValue, Target, f32
+from fp8kv_inductor.lowerings.loops import Index, reduction_loader
 from fp8kv_inductor.lowerings.template import make_template, realized, select
-
-Index = Sequence[sympy.Expr]
 
 
 def register() -> tuple[str, ...]:
@@ -31,17 +29,9 @@ def register() -> tuple[str, ...]:
     return ("indexer_scores",)
 
 
-def _indexer_scores(
-    q: TensorBox,
-    weights: TensorBox,
-    idx_data: TensorBox,
-    page_rows: TensorBox,
-    request: TensorBox,
-    counts: TensorBox,
-    page_size: int,
-) -> TensorBox:
+def _indexer_scores(q: TensorBox, *arguments: Any) -> TensorBox:
     lower = _triton if Target.of(q.get_device_or_error()).triton else _reductions
-    return lower(q, weights, idx_data, page_rows, request, counts, page_size)
+    return lower(q, *arguments)
 
 
 def _grid(tokens: Any, tiles: Any, meta: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -116,27 +106,14 @@ def _reductions(
         element = ops.masked(live(token, key), lambda: key_element(token, key, feature[0]), 0.0)
         return ops.mul(ops.to_dtype(q_load([token, head, *feature]), F32), element)
 
-    def reduction(inner: Any, ranges: Index, over: sympy.Expr) -> Any:
-        box = ir.Reduction.create(
-            device=device,
-            dst_dtype=F32,
-            src_dtype=F32,
-            inner_fn=inner,
-            ranges=list(ranges),
-            reduction_ranges=[over],
-            reduction_type="sum",
-        )
-        box.realize()
-        return box.make_loader()
-
-    dots = reduction(dot, [tokens, heads, keys], width)
+    dots = reduction_loader(device, "sum", dot, [tokens, heads, keys], width)
 
     def weighted(index: Index, head: Index) -> OpsValue:
         token, key = index
         similarity = ops.relu(dots([token, *head, key]))
         return ops.mul(weight_load([token, *head]), similarity)
 
-    scores = reduction(weighted, [tokens, keys], heads)
+    scores = reduction_loader(device, "sum", weighted, [tokens, keys], heads)
     return ir.Pointwise.create(
         device=device,
         dtype=F32,

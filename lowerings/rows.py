@@ -8,7 +8,7 @@ nothing would each recompute the chain, and the encoded rows go into the pool by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -27,10 +27,9 @@ from fp8kv_inductor.formats import (
 )
 from fp8kv_inductor.lowerings import block, exact
 from fp8kv_inductor.lowerings.exact import F32, I32, BlockScale, OpsValue, Target
+from fp8kv_inductor.lowerings.loops import Index, Loader, reduction_loader
 from fp8kv_inductor.numerics import ACT_QUANT_AMAX_MIN, FP32_BIAS, act_quant_exponent_max
 
-Index = Sequence[sympy.Expr]
-Loader = Callable[[Index], OpsValue]
 Element = Callable[[Index], tuple[OpsValue, OpsValue]]
 """Code and block scale of an element, in the pool's dtypes; no scale for rows without."""
 
@@ -125,19 +124,15 @@ def _block_maxima(
     if target.triton:
         return lambda index: block.block_amax(exact.finite_magnitude(load(index)), index[-1], group)
     *lead, width = x.get_size()
-    maxima = ir.Reduction.create(
-        device=x.get_device_or_error(),
-        dst_dtype=F32,
-        src_dtype=F32,
-        inner_fn=lambda index, within: exact.finite_magnitude(
+    maxima_load = reduction_loader(
+        x.get_device_or_error(),
+        "max",
+        lambda index, within: exact.finite_magnitude(
             load([*index[:-1], index[-1] * group + within[0]])
         ),
-        ranges=[*lead, FloorDiv(columns, group)],
-        reduction_ranges=[sympy.Integer(group)],
-        reduction_type="max",
+        [*lead, FloorDiv(columns, group)],
+        group,
     )
-    maxima.realize()
-    maxima_load = maxima.make_loader()
 
     def amax(index: Index) -> OpsValue:
         # Columns past the last block read its maximum and do not use it. A plain column // group
