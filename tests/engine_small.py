@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import torch
-import torch._inductor.config
 
 from fp8kv_inductor.config import CacheConfig
+from fp8kv_inductor.demo import CPU_OPTIONS
 from fp8kv_inductor.engine import Engine
 from fp8kv_inductor.formats import get_format
 from fp8kv_inductor.model_config import TINY
@@ -25,11 +25,6 @@ SMALL = replace(
     original_seq_len=256,
 )
 ONE_LAYER = replace(SMALL, name="one-layer", compress_ratios=(0,))
-
-
-def scalar_code():
-    """C++ without vectors compiles in half the time, for tests of graphs and not of kernels."""
-    return torch._inductor.config.patch({"cpp.simdlen": 1})
 
 
 def make_model(config=SMALL, kv_cache_dtype="auto", rounding=True):
@@ -57,6 +52,7 @@ def make_engine(
         max_len=max_len,
         prefill_chunk=prefill_chunk,
         compile=compile,
+        compile_options=CPU_OPTIONS if compile else None,
     )
 
 

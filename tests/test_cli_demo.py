@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_small import ONE_LAYER, scalar_code
+from engine_small import ONE_LAYER
 from rich.console import Console
 
 from fp8kv_inductor import __version__, cli
@@ -34,7 +34,6 @@ def demo(*arguments):
     return cli.main([*common, "--new-tokens", str(NEW_TOKENS), *arguments])
 
 
-@scalar_code()
 def test_json_is_all_that_stdout_gets(capsys, text):
     assert demo("--json", "--text", str(text), "--prompt-bytes", "200") == 0
     result = json.loads(capsys.readouterr().out)
@@ -67,7 +66,6 @@ def test_json_is_all_that_stdout_gets(capsys, text):
 
 
 @pytest.mark.slow
-@scalar_code()
 def test_a_warm_cache_reports_the_same_kernels(capsys, text):
     runs = []
     for _ in range(2):

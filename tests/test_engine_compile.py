@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_small import ONE_LAYER, assert_idle, make_engine, oracle, scalar_code, some_tokens
+from engine_small import ONE_LAYER, assert_idle, make_engine, oracle, some_tokens
 from torch._dynamo.utils import counters
 
 from fp8kv_inductor._compat import generated_kernels
@@ -15,8 +15,7 @@ def compiled():
     found = {}
     for kind in ("prefill", "decode"):
         before = counters["stats"]["unique_graphs"], generated_kernels()
-        with scalar_code():
-            engine.warm_up([kind])
+        engine.warm_up([kind])
         found[kind] = (
             counters["stats"]["unique_graphs"] - before[0],
             generated_kernels() - before[1],
@@ -56,7 +55,6 @@ def test_compiled_logits_are_the_dense_references(compiled):
 
 
 @pytest.mark.slow
-@scalar_code()
 def test_another_engine_compiles_graphs_of_its_own(compiled):
     """Dynamo must take neither the first engine's graphs nor its sizes for dynamic ones."""
     prompts = [some_tokens(count, count) for count in (300, 140, 40, 1)]
