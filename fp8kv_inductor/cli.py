@@ -152,7 +152,7 @@ def run_demo(arguments: argparse.Namespace) -> None:
 
 def run_code(arguments: argparse.Namespace) -> None:
     """``fp8kv code``: generated source, or JSON about it, on stdout."""
-    from fp8kv_inductor.lowerings.cross_compile import cuda_source, pool_copies
+    from fp8kv_inductor.lowerings.cross_compile import cuda_source, launches, pool_copies
 
     register()
     torch.manual_seed(0)
@@ -165,8 +165,8 @@ def run_code(arguments: argparse.Namespace) -> None:
         return
     result = {
         "target": arguments.target,
-        "kernels": len(code.kernels),
-        "names": list(code.kernels),
+        "kernels": len(launches(code.wrapper)),
+        "names": launches(code.wrapper),
         "pool_copies": len(pool_copies(code.wrapper, *(pool.data for pool in pools))),
         "source": code.wrapper,
     }

@@ -32,7 +32,7 @@ SCHEMAS = {
     "sparse_attention": (
         "(Tensor q, Tensor window_data, Tensor window_scale, Tensor cmp_data, Tensor cmp_scale, "
         "Tensor indices, Tensor? cmp_counts, Tensor sink, int n_window, float softmax_scale, "
-        "str fmt) -> (Tensor out, Tensor lse)"
+        "str fmt, Tensor? cos=None, Tensor? sin=None) -> (Tensor out, Tensor lse)"
     ),
     "indexer_scores": (
         "(Tensor q, Tensor weights, Tensor idx_data, Tensor page_rows, Tensor request, "
@@ -147,6 +147,8 @@ def _check_sparse_attention(
     sink: Tensor,
     n_window: int,
     fmt: str,
+    cos: Tensor | None,
+    sin: Tensor | None,
 ) -> RowFormat:
     row_format = get_format(fmt)
     _check_dim("q", q, 3)
@@ -171,6 +173,12 @@ def _check_sparse_attention(
     _check_dim("sink", sink, 1)
     _check_dtype("sink", sink, (torch.float32,))
     _check_equal("heads of q and sink", q.shape[1], sink.shape[0])
+    _check(
+        (cos is None) == (sin is None),
+        "one of cos and sin is missing; needed: both, to rotate the output back, or neither",
+    )
+    if cos is not None and sin is not None:
+        _check_rope(q, cos, sin)
     return row_format
 
 
@@ -244,9 +252,22 @@ def _sparse_attention_fake(
     n_window: int,
     softmax_scale: float,
     fmt: str,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_sparse_attention(
-        q, window_data, window_scale, cmp_data, cmp_scale, indices, cmp_counts, sink, n_window, fmt
+        q,
+        window_data,
+        window_scale,
+        cmp_data,
+        cmp_scale,
+        indices,
+        cmp_counts,
+        sink,
+        n_window,
+        fmt,
+        cos,
+        sin,
     )
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -340,9 +361,22 @@ def _sparse_attention_cpu(
     n_window: int,
     softmax_scale: float,
     fmt: str,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     row_format = _check_sparse_attention(
-        q, window_data, window_scale, cmp_data, cmp_scale, indices, cmp_counts, sink, n_window, fmt
+        q,
+        window_data,
+        window_scale,
+        cmp_data,
+        cmp_scale,
+        indices,
+        cmp_counts,
+        sink,
+        n_window,
+        fmt,
+        cos,
+        sin,
     )
     tokens, heads, head_dim = q.shape
     out = q.new_empty(q.shape)
@@ -386,6 +420,8 @@ def _sparse_attention_cpu(
         total = torch.logaddexp(lse[rows], sink)
         weights = torch.exp(scores - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1))
         out[rows] = torch.einsum("thk,tkd->thd", weights, kv).to(q.dtype)
+    if cos is not None and sin is not None:
+        out = _rope_cpu(out, cos, sin, inverse=True)
     return out, lse
 
 
@@ -463,11 +499,24 @@ def _sparse_attention_cuda(
     n_window: int,
     softmax_scale: float,
     fmt: str,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     from fp8kv_inductor.kernels.attention import sparse_attention as kernel
 
     row_format = _check_sparse_attention(
-        q, window_data, window_scale, cmp_data, cmp_scale, indices, cmp_counts, sink, n_window, fmt
+        q,
+        window_data,
+        window_scale,
+        cmp_data,
+        cmp_scale,
+        indices,
+        cmp_counts,
+        sink,
+        n_window,
+        fmt,
+        cos,
+        sin,
     )
     return kernel(
         q,
@@ -479,6 +528,7 @@ def _sparse_attention_cuda(
         n_window,
         softmax_scale,
         row_format,
+        None if cos is None or sin is None else (cos, sin),
     )
 
 
@@ -558,6 +608,7 @@ def sparse_attention(
     sink: Tensor,
     n_window: int,
     softmax_scale: float,
+    angles: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over its own list of pool rows, K and V being the same row.
 
@@ -574,6 +625,8 @@ def sparse_attention(
         sink: `[H]` fp32, natural log; -inf for none.
         n_window: number of window columns.
         softmax_scale: factor of the dot products.
+        angles: cos and sin `[T, R / 2]` fp32 that the output is rotated back by, as by
+            ``rope(out, *angles, inverse=True)``; a compiled graph finds that call by itself.
 
     Returns:
         out like ``q`` and lse `[T, H]` fp32, natural log, without the sink.
@@ -595,6 +648,7 @@ def sparse_attention(
         n_window,
         softmax_scale,
         window.format.name,
+        *(angles or ()),
     )
 
 

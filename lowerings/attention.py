@@ -1,4 +1,4 @@
-"""sparse_attention: a template on CUDA (prefill or split-k), gathering reductions on the CPU."""
+"""sparse_attention: choices of kernels on CUDA (prefill or split-k), reductions on the CPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Literal
 import sympy
 import torch
 import triton
-from torch._inductor import ir
+from torch._inductor import config, ir
 from torch._inductor.ir import TensorBox
-from torch._inductor.lowering import empty_strided, register_lowering, view
+from torch._inductor.lowering import empty_strided, lowerings, register_lowering, view
 from torch._inductor.select_algorithm import SymbolicGridFn
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
@@ -22,7 +22,7 @@ from fp8kv_inductor.kernels import attention as kernels
 from fp8kv_inductor.lowerings import exact
 from fp8kv_inductor.lowerings.exact import F32, OpsValue, Target, f32
 from fp8kv_inductor.lowerings.loops import Index, Loader, reduction_loader
-from fp8kv_inductor.lowerings.template import make_template, realized, select
+from fp8kv_inductor.lowerings.template import ExternRead, make_template, realized, select
 
 MINUS_INF = float("-inf")
 MAX_SPLITS = 32
@@ -31,6 +31,8 @@ MAX_SPLITS = 32
 
 def register() -> tuple[str, ...]:
     """Register the lowering of sparse_attention; returns its name."""
+    # Not only when a graph is lowered: code from a cache calls it by its name.
+    _by_hand()
     register_lowering(torch.ops.fp8kv.sparse_attention.default, type_promotion_kind=None)(
         _sparse_attention
     )
@@ -49,6 +51,8 @@ def _sparse_attention(
     n_window: int,
     softmax_scale: float,
     fmt: str,
+    cos: TensorBox | None = None,
+    sin: TensorBox | None = None,
 ) -> tuple[TensorBox, TensorBox]:
     read = _Read(
         q,
@@ -60,10 +64,19 @@ def _sparse_attention(
         n_window,
         softmax_scale,
         get_format(fmt),
+        None if cos is None or sin is None else (cos, sin),
     )
     if Target.of(q.get_device_or_error()).triton:
         return _triton(read)
-    return _reductions(read)
+    out, lse = _reductions(read)
+    return _rotated(read, out), lse
+
+
+def _rotated(read: _Read, out: TensorBox) -> TensorBox:
+    """Inverse rope in IR, if the read asks for it."""
+    if read.angles is None:
+        return out
+    return lowerings[torch.ops.fp8kv.rope.default](out, *read.angles, True)
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,7 @@ class _Read:
     n_window: int
     softmax_scale: float
     fmt: RowFormat
+    angles: tuple[TensorBox, TensorBox] | None
 
     def pointwise(self, inner_fn: Loader, dtype: torch.dtype, ranges: Index) -> TensorBox:
         return ir.Pointwise.create(
@@ -125,7 +139,62 @@ def _template() -> Any:
             kernels.split_range,
             kernels.attend,
             kernels.finish,
+            kernels.rotate_back,
         ),
+    )
+
+
+TEMPLATE_TILES = ((32, 8), (64, 8), (32, 4), (16, 4))
+"""Columns of a tile and warps of the templates that max-autotune tries besides the default."""
+
+Q, INDICES, SINK, LSE = range(4)
+"""Positions among the inputs of every choice; pools, counts and angles follow."""
+
+
+def _read_by_hand(
+    *inputs: torch.Tensor,
+    out: torch.Tensor,
+    fmt: str,
+    n_window: int,
+    softmax_scale: float,
+    splits: int,
+    has_counts: bool,
+    has_angles: bool,
+) -> None:
+    """The hand-callable read as a choice: inputs as the template takes them."""
+    row_format, rest = get_format(fmt), list(inputs[LSE + 1 :])
+    data = [rest.pop(0) for _ in range(2)]
+    scale = [rest.pop(0) for _ in range(2)] if row_format.quantized else data
+    kernels.read_into(
+        inputs[Q],
+        (data[0], scale[0]),
+        (data[1], scale[1]),
+        inputs[INDICES],
+        rest.pop(0) if has_counts else None,
+        inputs[SINK],
+        (rest[0], rest[1]) if has_angles else None,
+        n_window,
+        softmax_scale,
+        row_format,
+        splits,
+        out,
+        inputs[LSE],
+    )
+
+
+@functools.cache
+def _by_hand() -> Any:
+    return ExternRead(_read_by_hand, "read", written=LSE)
+
+
+def _takes_hopper(read: _Read, target: Target, heads: int, head_dim: int) -> bool:
+    """Whether the kernel for sm_90 is likely to take the read; what it refuses it hands on."""
+    hopper = kernels.hopper_read()
+    if hopper is None or target.capability != hopper.CAPABILITY or V.graph.cpp_wrapper:
+        return False
+    pairs = 0 if read.angles is None else V.graph.sizevars.guard_int(read.angles[0].get_size()[1])
+    return hopper.takes_rows(
+        heads, head_dim, read.q.get_dtype(), read.fmt, read.softmax_scale, pairs
     )
 
 
@@ -142,16 +211,58 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
     hint = V.graph.sizevars.optimization_hint
     splits = kernels.choose_splits(hint(tokens), head_blocks, hint(columns), target.sm_count)
     splits = min(splits, MAX_SPLITS)
+    # The pairs of an odd row begin at odd features, which a tile does not hold as neighbours.
+    inside = read.angles if splits == 1 and head_dim % 2 == 0 else None
 
     lse = empty_strided([tokens, heads, splits], None, dtype=F32, device=device)
     pools = [read.window[0], read.cmp[0]]
     if read.fmt.quantized:
         pools += [read.window[1], read.cmp[1]]
     counts = [] if read.cmp_counts is None else [read.cmp_counts]
-    inputs = realized(read.q, read.indices, read.sink, lse, *pools, *counts)
+    inputs = realized(read.q, read.indices, read.sink, lse, *pools, *counts, *(inside or ()))
+    template = {
+        "mutated_inputs": [inputs[LSE]],
+        "call_sizes": [tokens, head_blocks, splits],
+        "D": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK": read.fmt.block,
+        "BLOCK_H": tile.block_h,
+        "SPLITS": splits,
+        "N_WINDOW": read.n_window,
+        "SOFTMAX_SCALE": read.softmax_scale,
+        "HAS_COUNTS": bool(counts),
+        "PAIRS": V.graph.sizevars.guard_int(inside[0].get_size()[1]) if inside else 0,
+    }
+    by_hand = {
+        "fmt": read.fmt.name,
+        "n_window": read.n_window,
+        "softmax_scale": read.softmax_scale,
+        "splits": splits,
+        "has_counts": bool(counts),
+        "has_angles": inside is not None,
+    }
+    choices: list[tuple[Any, dict[str, Any]]] = []
+    if _takes_hopper(read, target, heads, head_dim):
+        choices.append((_by_hand(), by_hand))
+    tiles = [(tile.block_k, tile.num_warps)]
+    if config.max_autotune and dtype == torch.bfloat16:
+        tiles += [other for other in TEMPLATE_TILES if other not in tiles]
+    choices += [
+        (
+            _template(),
+            {
+                **template,
+                "BLOCK_K": block_k,
+                "STAGES": tile.num_stages,
+                "num_warps": num_warps,
+                "num_stages": tile.num_stages,
+            },
+        )
+        for block_k, num_warps in tiles
+    ]
     sizes = [tokens, heads, head_dim] if splits == 1 else [tokens, heads, splits, head_dim]
     part = select(
-        _template(),
+        "sparse_attention",
         inputs,
         ir.FixedLayout(
             device,
@@ -159,28 +270,24 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
             sizes,
             ir.FlexibleLayout.contiguous_strides(sizes),
         ),
-        [
-            {
-                "BLOCK_H": tile.block_h,
-                "BLOCK_K": tile.block_k,
-                "STAGES": tile.num_stages,
-                "num_warps": tile.num_warps,
-                "num_stages": tile.num_stages,
-            }
-        ],
-        mutated_inputs=[inputs[3]],
-        call_sizes=[tokens, head_blocks, splits],
-        D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK=read.fmt.block,
-        SPLITS=splits,
-        N_WINDOW=read.n_window,
-        SOFTMAX_SCALE=read.softmax_scale,
-        HAS_COUNTS=bool(counts),
+        choices if config.max_autotune else choices[:1],
+        {INDICES: functools.partial(_random_rows, read)},
     )
     if splits == 1:
-        return part, view(lse, [tokens, heads])
-    return _combine(read, part, lse, splits)
+        out = part if inside else _rotated(read, part)
+        return out, view(lse, [tokens, heads])
+    out, total_lse = _combine(read, part, lse, splits)
+    return _rotated(read, out), total_lse
+
+
+def _random_rows(read: _Read, indices: ir.IRNode) -> torch.Tensor:
+    """Indices to time choices with: rows all over the smaller pool."""
+    hint = V.graph.sizevars.optimization_hint
+    n_slots = min(hint(pool[0].get_size()[0]) for pool in (read.window, read.cmp))
+    size = [hint(extent) for extent in indices.get_size()]
+    stride = [hint(step) for step in indices.get_stride()]
+    rows = torch.empty_strided(size, stride, dtype=indices.get_dtype(), device=indices.get_device())
+    return rows.copy_(torch.randint(0, n_slots, size, device=rows.device))
 
 
 def _combine(

@@ -16,6 +16,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 import fp8kv_inductor
+from fp8kv_inductor.lowerings import inverse_rope
 
 SUFFIXES = (".py", ".jinja")
 
@@ -29,7 +30,7 @@ def source_files() -> tuple[str, ...]:
 
 
 class SourceKey(CustomGraphPass):
-    """A pass that changes nothing; its uuid is a hash of our source.
+    """The pass of ``inverse_rope``; its uuid is a hash of our source.
 
     Where Inductor has room for one pass only, it runs the pass that was there before.
     """
@@ -40,6 +41,7 @@ class SourceKey(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self.earlier is not None:
             self.earlier(graph)
+        inverse_rope.fuse(graph)
 
     def uuid(self) -> Any:
         own = get_hash_for_files(source_files())

@@ -99,6 +99,15 @@ def triton_kernels(wrapper: str) -> dict[str, str]:
     return dict(re.findall(definition, wrapper, re.S | re.M))
 
 
+def launches(wrapper: str) -> list[str]:
+    """Kernels that a generated module calls, in order: Triton's, and ours that are called by name.
+
+    Library kernels, such as matrix products, are not among them.
+    """
+    calls = r"^\s+(?:extern_kernels\.(fp8kv_\w+)\(|(triton_\w+)\.run\()"
+    return [ours or name for ours, name in re.findall(calls, wrapper, re.MULTILINE)]
+
+
 def buffers(wrapper: str) -> list[int]:
     """Element counts of the buffers of static size that a generated module allocates."""
     shapes = re.findall(r"empty_strided_(?:cpu|cuda)\(\(([^)]*)\)", wrapper)

@@ -51,12 +51,14 @@ class Target:
 
     Attributes:
         triton: Triton prints the kernel, so the primitives of ``block`` exist.
+        capability: compute capability of a GPU.
         single_rounding_cast: its cast from fp32 to e4m3 is one round to nearest even.
         sm_count: streaming multiprocessors of a GPU.
         shared_bytes: shared memory that one program may use on a GPU.
     """
 
     triton: bool = False
+    capability: tuple[int, int] = (0, 0)
     single_rounding_cast: bool = True
     sm_count: int = 0
     shared_bytes: int = 0
@@ -67,9 +69,11 @@ class Target:
         if device.type != "cuda":
             return cls()
         properties: Any = torch.cuda.get_device_properties(device)
+        capability = (properties.major, properties.minor)
         return cls(
             triton=True,
-            single_rounding_cast=(properties.major, properties.minor) >= SINGLE_ROUNDING_CAPABILITY,
+            capability=capability,
+            single_rounding_cast=capability >= SINGLE_ROUNDING_CAPABILITY,
             sm_count=properties.multi_processor_count,
             shared_bytes=properties.shared_memory_per_block_optin,
         )

@@ -57,16 +57,21 @@ def _triton(
     heads, width = map(V.graph.sizevars.guard_int, row_sizes)
     keys = page_rows.get_size()[1] * page_size
     block_n = kernels.keys_per_program(q.get_dtype())
+    arguments = {
+        "call_sizes": [tokens, FloorDiv(keys + block_n - 1, block_n)],
+        "D": width,
+        "PAGE_SIZE": page_size,
+        "BLOCK_H": max(16, triton.next_power_of_2(heads)),
+        "BLOCK_D": max(16, triton.next_power_of_2(width)),
+        "BLOCK_N": block_n,
+        "num_warps": 4,
+        "num_stages": 1,
+    }
     return select(
-        _template(),
+        "indexer_scores",
         realized(q, weights, idx_data, page_rows, request, counts),
         ir.FixedLayout(q.get_device_or_error(), F32, [tokens, keys], [keys, sympy.Integer(1)]),
-        [{"BLOCK_N": block_n, "num_warps": 4, "num_stages": 1}],
-        call_sizes=[tokens, FloorDiv(keys + block_n - 1, block_n)],
-        D=width,
-        PAGE_SIZE=page_size,
-        BLOCK_H=max(16, triton.next_power_of_2(heads)),
-        BLOCK_D=max(16, triton.next_power_of_2(width)),
+        [(_template(), arguments)],
     )
 
 

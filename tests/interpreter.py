@@ -142,5 +142,6 @@ def relocated(argument: Any, device: str) -> Any:
 def launch(device: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``function`` over copies of its tensors on ``device``; results come back to the CPU."""
     moved = [relocated(argument, device) for argument in args]
+    named = {name: relocated(argument, device) for name, argument in kwargs.items()}
     with interpreted() if device == "cpu" else contextlib.nullcontext():
-        return relocated(function(*moved, **kwargs), "cpu")
+        return relocated(function(*moved, **named), "cpu")

@@ -19,10 +19,17 @@ def test_json(capsys, chain, kernels):
 
 
 def test_source(capsys):
-    assert cli.main(["code", "read-prefill", "--fmt", "bf16"]) == 0
+    assert cli.main(["code", "read-prefill", "--fmt", "bf16", "--target", "sm_100"]) == 0
     source = capsys.readouterr().out
     assert "triton_tem_fused_sparse_attention_0" in source
     assert "BLOCK : tl.constexpr = 0" in source, "bf16 rows have no block scales"
+
+
+@pytest.mark.parametrize(("chain", "kernels"), [("read-prefill", 1), ("read-decode", 3)])
+def test_the_read_of_sm_90_is_named(capsys, chain, kernels):
+    assert cli.main(["code", chain, "--rows", "8", "--json"]) == 0
+    names = json.loads(capsys.readouterr().out)["names"]
+    assert names[0] == "fp8kv_read" and len(names) == kernels
 
 
 def test_a_decode_layer_copies_no_pool(capsys):

@@ -73,6 +73,7 @@ def compiled(name: str, arch: int):
     elif name == "prefill":
         kernel = prefill_kernel
         constants, options = read_constants(arch)
+        constants["PAIRS"] = V4_FLASH.rope_head_dim // 2
     elif name == "split":
         kernel = split_kernel
         constants, options = read_constants(arch)

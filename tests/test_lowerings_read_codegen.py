@@ -9,32 +9,39 @@ from generated import ARCHITECTURES, GeneratedKernel
 from interpreter import interpreted
 from nasty import nasty_reads
 
-from fp8kv_inductor import Pool, indexer_scores, reference, sparse_attention, store
-from fp8kv_inductor.chains import read
-from fp8kv_inductor.lowerings.cross_compile import cuda_source, pool_copies
+from fp8kv_inductor import (
+    Pool,
+    indexer_scores,
+    numerics,
+    reference,
+    rope,
+    sparse_attention,
+    store,
+)
+from fp8kv_inductor.chains import angles, read
+from fp8kv_inductor.lowerings.cross_compile import cuda_source, launches, pool_copies
 
 FORMATS = ["fp8_e4m3", "fp8_e4m3_amax", "fp8_e4m3_ue8m0", "bf16"]
 PREFILL, DECODE = 300, 4
 HEADS, COLUMNS = 64, 640
 
 
-@pytest.fixture(scope="module")
-def prefill():
-    return cuda_source(read, nasty_reads(PREFILL, HEADS, COLUMNS, "fp8_e4m3"))
+TEMPLATES = 100
+"""A compute capability on which the read is a Triton template; sm_90 has a kernel of its own."""
 
 
-@pytest.fixture(scope="module")
-def decode():
-    return cuda_source(read, nasty_reads(DECODE, HEADS, COLUMNS, "fp8_e4m3"))
+def rotated_read(q, window, cmp, indices, counts, sink, cos, sin):
+    out, _ = read(q, window, cmp, indices, counts, sink)
+    return rope(out, cos, sin, inverse=True)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_kernels_by_number_of_queries(fmt):
     """Many queries: one template. Few: parts, their combination and the lse."""
     inputs = nasty_reads(PREFILL, HEADS, COLUMNS, fmt)
-    many = cuda_source(read, inputs)
+    many = cuda_source(read, inputs, TEMPLATES)
     assert list(many.kernels) == ["triton_tem_fused_sparse_attention_0"]
-    few = cuda_source(read, nasty_reads(DECODE, HEADS, COLUMNS, fmt), dynamic=True)
+    few = cuda_source(read, nasty_reads(DECODE, HEADS, COLUMNS, fmt), TEMPLATES, dynamic=True)
     assert [name.split("_")[1] for name in few.kernels] == ["tem", "poi", "poi"]
     assert not pool_copies(many.wrapper, inputs[1].data, inputs[2].data)
 
@@ -43,7 +50,7 @@ def test_an_unused_lse_costs_no_kernel():
     def out_only(*args):
         return read(*args)[0]
 
-    code = cuda_source(out_only, nasty_reads(DECODE, HEADS, COLUMNS, "fp8_e4m3"))
+    code = cuda_source(out_only, nasty_reads(DECODE, HEADS, COLUMNS, "fp8_e4m3"), TEMPLATES)
     assert [name.split("_")[1] for name in code.kernels] == ["tem", "poi"]
 
 
@@ -52,7 +59,7 @@ def test_user_code_on_the_output_fuses_behind(tokens):
     def scaled(*args):
         return read(*args)[0].float() * 2 + 1
 
-    code = cuda_source(scaled, nasty_reads(tokens, HEADS, COLUMNS, "fp8_e4m3"))
+    code = cuda_source(scaled, nasty_reads(tokens, HEADS, COLUMNS, "fp8_e4m3"), TEMPLATES)
     assert len(code.kernels) == (1 if tokens == PREFILL else 2)
 
 
@@ -61,27 +68,52 @@ def test_window_pool_alone():
         return sparse_attention(q, window, window, indices, None, sink, 128, 512**-0.5)[0]
 
     q, window, _, indices, _, sink = nasty_reads(PREFILL, HEADS, 128, "fp8_e4m3")
-    code = cuda_source(window_only, (q, window, indices, sink))
+    code = cuda_source(window_only, (q, window, indices, sink), TEMPLATES)
     assert list(code.kernels) == ["triton_tem_fused_sparse_attention_0"]
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_compiles(capability, tmp_path):
-    code = cuda_source(read, nasty_reads(PREFILL, HEADS, COLUMNS, "fp8_e4m3"), capability)
+    """Twenty heads are too few for the kernel of sm_90, so every architecture has the template."""
+    args = nasty_reads(PREFILL, 20, COLUMNS, "fp8_e4m3")
+    code = cuda_source(rotated_read, (*args, *angles(PREFILL)), capability)
     ((name, source),) = code.kernels.items()
     warps = int(re.search(r"num_warps=(\d+)", source).group(1))
     compiled = GeneratedKernel(name, source, tmp_path).compile(capability, num_warps=warps)
     assert compiled.asm["cubin"]
-    if capability == 90:
-        assert re.search(r"wgmma\.mma_async[\w.]*f32\.bf16\.bf16", compiled.asm["ptx"])
 
 
-@pytest.mark.parametrize("tokens", [6, PREFILL])
-def test_interpreted_result_equals_fp64(tokens, tmp_path):
+@pytest.mark.parametrize("tokens", [PREFILL, DECODE])
+def test_sm_90_has_a_kernel_of_its_own(tokens):
+    """Called by hand, between the producers of q and the combination with what follows."""
+
+    def step(*args):
+        out, lse = read(*args)
+        return out * 2, lse
+
+    code = cuda_source(step, nasty_reads(tokens, HEADS, COLUMNS, "fp8_e4m3"))
+    names = launches(code.wrapper)
+    # The parts' lse is written by the read, so what uses it comes later.
+    assert names[0] == "fp8kv_read" and len(names) == (2 if tokens == PREFILL else 3)
+    assert f"splits={1 if tokens == PREFILL else 10}," in code.wrapper
+
+
+@pytest.mark.parametrize("capability", [90, TEMPLATES])
+@pytest.mark.parametrize("tokens", [PREFILL, DECODE])
+def test_inverse_rope_is_inside(capability, tokens):
+    args = (*nasty_reads(tokens, HEADS, COLUMNS, "fp8_e4m3"), *angles(tokens))
+    code = cuda_source(rotated_read, args, capability)
+    assert len(launches(code.wrapper)) == (1 if tokens == PREFILL else 2)
+    assert ("has_angles=True" in code.wrapper) == (capability == 90 and tokens == PREFILL)
+
+
+@pytest.mark.parametrize("tokens, rotate", [(6, False), (PREFILL, False), (PREFILL, True)])
+def test_interpreted_result_equals_fp64(tokens, rotate, tmp_path):
     """The template of both classes over the first six tokens' grid."""
     heads, columns, shown = 20, 192, 6
     args = nasty_reads(tokens, heads, columns, "fp8_e4m3")
-    code = cuda_source(read, args)
+    cos, sin = angles(tokens)
+    code = cuda_source(rotated_read if rotate else read, (*args, *((cos, sin) if rotate else ())))
     name, source = next(iter(code.kernels.items()))
     splits = int(re.search(r"SPLITS : tl.constexpr = (\d+)", source).group(1))
     assert (splits == 1) == (tokens == PREFILL)
@@ -101,6 +133,8 @@ def test_interpreted_result_equals_fp64(tokens, tmp_path):
         "arg_CMP_DATA": cmp.data,
         "arg_CMP_SCALE": cmp.scale,
         "arg_COUNTS": counts,
+        "arg_COS": cos,
+        "arg_SIN": sin,
         "out_ptr0": out,
     }
     kernel = GeneratedKernel(name, source, tmp_path)
@@ -119,6 +153,8 @@ def test_interpreted_result_equals_fp64(tokens, tmp_path):
 
     want, want_lse = oracle(torch.float64)
     low, _ = oracle(torch.bfloat16)
+    if rotate:
+        want, low = (numerics.rope(x, cos[rows, None], sin[rows, None], True) for x in (want, low))
     if splits > 1:
         parts, part_lse = out[rows].double(), lse[rows].double()
         total = part_lse.logsumexp(-1)
@@ -159,7 +195,6 @@ def test_store_and_read_of_one_pool_stay_in_order():
 
     inputs = nasty_reads(PREFILL, HEADS, COLUMNS, "fp8_e4m3")
     rows, slots = torch.randn(PREFILL, 512).bfloat16(), torch.arange(PREFILL)
-    code = cuda_source(step, (rows, slots, *inputs))
-    launched = re.findall(r"^\s+(triton_\w+)\.run\(", code.wrapper, re.MULTILINE)
-    assert [name.split("_")[1] for name in launched] == ["poi", "tem", "poi"]
+    code = cuda_source(step, (rows, slots, *inputs), TEMPLATES)
+    assert [name.split("_")[1] for name in launches(code.wrapper)] == ["poi", "tem", "poi"]
     assert not pool_copies(code.wrapper, inputs[1].data)

@@ -72,7 +72,9 @@ def check_sparse_attention(q, name, counts):
     tokens = q.shape[0]
     indices = torch.randint(-1, N, (tokens, 9), dtype=torch.int32)
     arguments = (q, *pool_tensors(name), *pool_tensors(name), indices, counts, torch.randn(H))
-    opcheck(torch.ops.fp8kv.sparse_attention.default, (*arguments, 4, D**-0.5, name))
+    theta = torch.rand(tokens, 3)
+    for angles in ((), (theta.cos(), theta.sin())):
+        opcheck(torch.ops.fp8kv.sparse_attention.default, (*arguments, 4, D**-0.5, name, *angles))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

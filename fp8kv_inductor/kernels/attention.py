@@ -10,7 +10,10 @@ head_dim; BLOCK elements per scale, 0 for rows without scales. ``window`` and ``
 (data pointer, scale pointer, row stride of data, row stride of scale).
 """
 
-from typing import NamedTuple
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kv_inductor.formats import RowFormat
-from fp8kv_inductor.kernels.launch import device_limits
+from fp8kv_inductor.kernels.launch import device_limits, row_layout
+from fp8kv_inductor.kernels.rope import rope
 
 
 @triton.jit
@@ -153,6 +157,25 @@ def finish(acc, m, l, sink):  # noqa: E741
 
 
 @triton.jit
+def rotate_back(x, cos, sin, DTYPE: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr):
+    """Inverse rope of the last 2 * PAIRS of D features of an output tile, interleaved pairs.
+
+    Args:
+        x: `[BLOCK_H, BLOCK_D]` fp32, rounded to DTYPE first, as between two operators.
+        cos, sin: the token's angles `[PAIRS]`.
+    """
+    N_PAIRS: tl.constexpr = x.shape[1] // 2
+    even, odd = tl.split(tl.reshape(x.to(DTYPE).to(tl.float32), [x.shape[0], N_PAIRS, 2]))
+    pair = tl.arange(0, N_PAIRS) - (D // 2 - PAIRS)
+    tail = (pair >= 0) & (pair < PAIRS)
+    cos = tl.load(cos + pair, mask=tail, other=1.0)[None, :]
+    sin = tl.load(sin + pair, mask=tail, other=0.0)[None, :]
+    turned_even = tl.where(tail[None, :], even * cos + odd * sin, even)
+    turned_odd = tl.where(tail[None, :], odd * cos - even * sin, odd)
+    return tl.reshape(tl.join(turned_even, turned_odd), [x.shape[0], x.shape[1]])
+
+
+@triton.jit
 def load_query(q, heads, n_heads, stride_head, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Query tile `[BLOCK_H, BLOCK_D]` in the dtype of the dot products.
 
@@ -189,6 +212,8 @@ def prefill_kernel(
     indices,
     counts,
     sink,
+    cos,
+    sin,
     out,
     lse,
     softmax_scale,
@@ -205,8 +230,11 @@ def prefill_kernel(
     stride_index_column,
     stride_count,
     stride_sink,
+    stride_cos,
+    stride_sin,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -234,6 +262,10 @@ def prefill_kernel(
     head_mask = heads < n_heads
     head_sink = tl.load(sink + heads * stride_sink, mask=head_mask, other=0.0)
     result, result_lse = finish(acc, m, l, head_sink)
+    if PAIRS > 0:
+        cos += token * stride_cos
+        sin += token * stride_sin
+        result = rotate_back(result, cos, sin, out.dtype.element_ty, D, PAIRS)
     features = tl.arange(0, BLOCK_D)
     row = token * n_heads + heads
     tl.store(
@@ -421,6 +453,150 @@ COMBINE_TILE_ELEMENTS = 8192
 """Elements of a combine tile: 64 fp32 registers per thread of four warps."""
 
 
+@cache
+def hopper_read() -> Any:
+    """The module of the read for sm_90; None where triton has no Gluon that it knows."""
+    try:
+        return importlib.import_module("fp8kv_inductor.kernels.hopper.read")
+    except (ImportError, AttributeError):
+        return None
+
+
+def _takes_hopper(
+    q: Tensor,
+    pools: Sequence[Tensor],
+    indices: Tensor,
+    row_format: RowFormat,
+    softmax_scale: float,
+    angles: tuple[Tensor, Tensor] | None,
+) -> bool:
+    hopper = hopper_read()
+    if hopper is None or q.device.type != "cuda":
+        return False
+    pairs = 0 if angles is None else angles[0].shape[1]
+    return (
+        torch.cuda.get_device_capability(q.device) == hopper.CAPABILITY
+        and hopper.takes_rows(q.shape[1], q.shape[2], q.dtype, row_format, softmax_scale, pairs)
+        and hopper.takes_tensors(q, pools if row_format.quantized else pools[::2], indices)
+    )
+
+
+def read_into(
+    q: Tensor,
+    window: tuple[Tensor, Tensor],
+    cmp: tuple[Tensor, Tensor],
+    indices: Tensor,
+    cmp_counts: Tensor | None,
+    sink: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    n_window: int,
+    softmax_scale: float,
+    row_format: RowFormat,
+    splits: int,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Fill ``out`` and ``lse`` by the best kernel for the device: the read but for the combination.
+
+    Args:
+        splits: column ranges per token. With more than one, ``out`` are the fp32 parts
+            `[T, H, S, D]` and ``lse`` is `[T, H, S]`, both without the sink and not rotated.
+        out, lse: contiguous; other arguments as for :func:`sparse_attention`.
+    """
+    if splits > 1:
+        angles = None
+    if angles is not None:
+        angles = (row_layout(angles[0]).x, row_layout(angles[1]).x)
+    if _takes_hopper(q, (*window, *cmp), indices, row_format, softmax_scale, angles):
+        hopper_read().launch(
+            q,
+            window,
+            cmp,
+            indices,
+            cmp_counts,
+            sink,
+            angles,
+            n_window,
+            softmax_scale,
+            row_format,
+            splits,
+            out,
+            lse,
+        )
+        return
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    tokens, n_heads, head_dim = q.shape
+    config = choose_read_config(n_heads, head_dim, q.dtype, device_limits(q.device).shared_bytes)
+    head_blocks = triton.cdiv(n_heads, config.block_h)
+    pools = (*window, *cmp)
+    sizes = (softmax_scale, n_window, indices.shape[1], n_heads)
+    strides = (
+        q.stride(0),
+        q.stride(1),
+        *(pool.stride(0) for pool in pools),
+        indices.stride(0),
+        indices.stride(1),
+        0 if cmp_counts is None else cmp_counts.stride(0),
+    )
+    options = {
+        "D": head_dim,
+        "BLOCK": row_format.block,
+        "BLOCK_H": config.block_h,
+        "BLOCK_K": config.block_k,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+    }
+    with torch.cuda.device_of(q):
+        if splits > 1:
+            split_kernel[(tokens, head_blocks, splits)](
+                q,
+                *pools,
+                indices,
+                cmp_counts,
+                out,
+                lse,
+                *sizes,
+                *strides,
+                SPLITS=splits,
+                **options,
+            )
+            return
+        # Pairs begin at an odd feature of an odd row: not a matter of neighbours in a tile.
+        fused = head_dim % 2 == 0
+        cos, sin = angles if angles is not None and fused else (None, None)
+        prefill_kernel[(tokens, head_blocks)](
+            q,
+            *pools,
+            indices,
+            cmp_counts,
+            sink,
+            cos,
+            sin,
+            out,
+            lse,
+            *sizes,
+            *strides,
+            sink.stride(0),
+            0 if cos is None else cos.stride(0),
+            0 if sin is None else sin.stride(0),
+            PAIRS=0 if cos is None else cos.shape[1],
+            **options,
+        )
+    if angles is not None and not fused:
+        out.copy_(rope(out, *angles, True))
+
+
+def read_splits(
+    tokens: int, n_heads: int, head_dim: int, dtype: torch.dtype, columns: int, device: torch.device
+) -> int:
+    """Number of column ranges per token for such a read on ``device``."""
+    limits = device_limits(device)
+    config = choose_read_config(n_heads, head_dim, dtype, limits.shared_bytes)
+    return choose_splits(tokens, triton.cdiv(n_heads, config.block_h), columns, limits.sm_count)
+
+
 def sparse_attention(
     q: Tensor,
     window: tuple[Tensor, Tensor],
@@ -431,6 +607,7 @@ def sparse_attention(
     n_window: int,
     softmax_scale: float,
     row_format: RowFormat,
+    angles: tuple[Tensor, Tensor] | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over pool rows; see :func:`fp8kv_inductor.ops.sparse_attention`.
@@ -445,6 +622,7 @@ def sparse_attention(
         n_window: columns of the window pool.
         softmax_scale: factor of the dot products.
         row_format: of both pools.
+        angles: cos and sin `[T, R / 2]` fp32 that the output is rotated back by, or None.
         splits: column ranges per token; 1 is the prefill kernel. Chosen from the shapes and the
             device if None.
 
@@ -456,70 +634,37 @@ def sparse_attention(
     lse = torch.empty((tokens, n_heads), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
-    if q.stride(2) != 1:
-        q = q.contiguous()
-    limits = device_limits(q.device)
-    config = choose_read_config(n_heads, head_dim, q.dtype, limits.shared_bytes)
-    head_blocks = triton.cdiv(n_heads, config.block_h)
-    n_columns = indices.shape[1]
     if splits is None:
-        splits = choose_splits(tokens, head_blocks, n_columns, limits.sm_count)
-    block_d = triton.next_power_of_2(head_dim)
-    pools = (*window, *cmp)
-    sizes = (softmax_scale, n_window, n_columns, n_heads)
-    strides = (
-        q.stride(0),
-        q.stride(1),
-        *(pool.stride(0) for pool in pools),
-        indices.stride(0),
-        indices.stride(1),
-        0 if cmp_counts is None else cmp_counts.stride(0),
-    )
-    options = {
-        "D": head_dim,
-        "BLOCK": row_format.block,
-        "BLOCK_H": config.block_h,
-        "BLOCK_K": config.block_k,
-        "BLOCK_D": block_d,
-        "STAGES": config.num_stages,
-        "num_warps": config.num_warps,
-    }
-    with torch.cuda.device_of(q):
-        if splits == 1:
-            prefill_kernel[(tokens, head_blocks)](
-                q,
-                *pools,
-                indices,
-                cmp_counts,
-                sink,
-                out,
-                lse,
-                *sizes,
-                *strides,
-                sink.stride(0),
-                **options,
-            )
-            return out, lse
-        partial_shape = (tokens, n_heads, splits)
-        partial_out = torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
-        split_kernel[(tokens, head_blocks, splits)](
-            q,
-            *pools,
-            indices,
-            cmp_counts,
-            partial_out,
-            partial_lse,
-            *sizes,
-            *strides,
-            SPLITS=splits,
-            **options,
+        splits = read_splits(tokens, n_heads, head_dim, q.dtype, indices.shape[1], q.device)
+    parts = out, lse
+    if splits > 1:
+        part_shape = (tokens, n_heads, splits)
+        parts = (
+            torch.empty((*part_shape, head_dim), dtype=torch.float32, device=q.device),
+            torch.empty(part_shape, dtype=torch.float32, device=q.device),
         )
-        block_s = triton.next_power_of_2(splits)
-        combine_d = min(block_d, max(16, COMBINE_TILE_ELEMENTS // block_s))
+    read_into(
+        q,
+        window,
+        cmp,
+        indices,
+        cmp_counts,
+        sink,
+        angles,
+        n_window,
+        softmax_scale,
+        row_format,
+        splits,
+        *parts,
+    )
+    if splits == 1:
+        return out, lse
+    block_s = triton.next_power_of_2(splits)
+    block_d = triton.next_power_of_2(head_dim)
+    combine_d = min(block_d, max(16, COMBINE_TILE_ELEMENTS // block_s))
+    with torch.cuda.device_of(q):
         combine_kernel[(tokens, n_heads, triton.cdiv(head_dim, combine_d))](
-            partial_out,
-            partial_lse,
+            *parts,
             sink,
             out,
             lse,
@@ -530,4 +675,4 @@ def sparse_attention(
             BLOCK_S=block_s,
             BLOCK_D=combine_d,
         )
-    return out, lse
+    return (out if angles is None else rope(out, *angles, True)), lse

@@ -1,0 +1,25 @@
+"""The read with explicit shared memory and specialised warps, for GPUs with wgmma (sm_90).
+
+What Triton's compiler cannot do for ``kernels/attention.py``, Gluon can: dequantize the next rows
+while the tensor cores work on the last ones. A program is three groups of four warps, each a loop
+of its own:
+
+``gather``  brings 64 rows at a time into a ring of two tiles in shared memory. Quantized rows come
+            as raw bytes by cp.async and are dequantized to fp16; bf16 rows come in place.
+``left``    scores = Q rows^T, softmax, and the left half of the features: acc += P rows
+``right``   the right half of the features; P and the rescaling factors come from ``left``
+
+Parallelization: a persistent grid of at most one program per streaming multiprocessor. An item is
+one token, one block of BLOCK_H heads and one split of the token's live columns; program p works on
+items p, p + P, p + 2P, ... While the last tile of an item is in the works, the next query is on its
+way, and an output is written while the first scores of the next item are computed.
+
+Names: tile TILE columns of an item; it counter of a program's tiles, which gives ring slots and
+barrier phases; HALF half of the features; words int32 that hold four codes or two 16-bit floats;
+``r`` the operator's arguments, ``s`` what the groups share.
+
+Dot products of quantized rows are in fp16, which holds e4m3 times a power of two exactly and takes
+two instructions for two elements where bf16 takes five. The range is kept by powers of two that are
+divided out and multiplied back: one per tile of rows whose scales exceed ``SAFE_SCALE_EXPONENT``,
+one per head where a query's largest element would not fit.
+"""

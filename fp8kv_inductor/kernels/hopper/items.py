@@ -1,0 +1,111 @@
+"""Which columns and pool rows a program works on, and the way of rows into shared memory."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+from fp8kv_inductor.kernels.hopper.layouts import BLOCK_H, CMP, TILE, VECTOR_BYTES
+
+
+@gluon.jit
+def item_place(r, item):
+    """Token, first head and split of an item."""
+    HEAD_BLOCKS: gl.constexpr = (r.N_HEADS + BLOCK_H - 1) // BLOCK_H
+    block = item // r.SPLITS
+    return block // HEAD_BLOCKS, block % HEAD_BLOCKS * BLOCK_H, item % r.SPLITS
+
+
+@gluon.jit
+def load_count(r, item):
+    """Live compressed columns of the item's token, 0 past the last item."""
+    columns = r.n_columns - r.N_WINDOW
+    if r.HAS_COUNTS:
+        token, _, _ = item_place(r, item)
+        count = gl.load(
+            r.counts + token.to(gl.int64) * r.stride_count, mask=item < r.n_items, other=0
+        )
+        columns = gl.minimum(gl.maximum(count, 0), columns).to(gl.int32)
+    return columns
+
+
+@gluon.jit
+def item_columns(r, item, count):
+    """Columns `[first, end)` of an item, in whole tiles but for the last; see ``split_range``."""
+    end = r.N_WINDOW + count
+    first = 0
+    if r.SPLITS > 1:
+        width = gl.cdiv(gl.cdiv(end, TILE), r.SPLITS) * TILE
+        first = item % r.SPLITS * width
+        end = gl.minimum(first + width, end)
+    return first, gl.where(item < r.n_items, end, first)
+
+
+@gluon.jit
+def item_tiles(r, item, count):
+    """Tiles of an item; one without columns has a dead one, so that every item has a last tile."""
+    first, end = item_columns(r, item, count)
+    return gl.maximum(gl.cdiv(end - first, TILE), 1)
+
+
+@gluon.jit
+def next_tile(r, item, column, end, next_count):
+    """Advance a cursor: item, its current column and end, and the count of the item behind it."""
+    column += TILE
+    if column >= end:
+        item += gl.num_programs(0)
+        column, end = item_columns(r, item, next_count)
+        next_count = load_count(r, item + gl.num_programs(0))
+    return item, column, end, next_count
+
+
+@gluon.jit
+def load_rows(r, item, column, end, FIRST: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pool rows `[N]` int32 of the columns from ``column + FIRST`` on, negative where dead.
+
+    If a tile can hold rows of both pools, CMP is added to those of the compressed one.
+    """
+    columns = column + FIRST + gl.arange(0, N, layout=LAYOUT)
+    token, _, _ = item_place(r, item)
+    row = r.indices + token.to(gl.int64) * r.stride_index_token
+    rows = gl.load(row + columns * r.stride_index_column, mask=columns < end, other=-1)
+    if rows.dtype == gl.int64:
+        rows = gl.maximum(rows, -1).to(gl.int32)
+    if not r.WHOLE_TILES:
+        rows = gl.where((rows >= 0) & (columns >= r.N_WINDOW), rows + CMP, rows)
+    return rows
+
+
+@gluon.jit
+def row_pointers(
+    r, rows, column, first, N: gl.constexpr, SCALE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Pointers `[rows, N]` from feature ``first`` on to the data or the scales of a tile's rows.
+
+    Args:
+        rows: what ``load_rows`` gives.
+        column: first column of the tile.
+    """
+    features = gl.expand_dims(first + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    rows = gl.expand_dims(rows, 1)
+    if r.WHOLE_TILES:
+        in_window = column < r.N_WINDOW
+    else:
+        in_window = rows < CMP
+        rows = rows & (CMP - 1)
+    if SCALE:
+        base = gl.where(in_window, r.window.scale, r.cmp.scale)
+        stride = gl.where(in_window, r.window.stride_scale, r.cmp.stride_scale)
+    else:
+        base = gl.where(in_window, r.window.data, r.cmp.data)
+        stride = gl.where(in_window, r.window.stride_data, r.cmp.stride_data)
+    # Strides in vectors: their product with a row fits into 32 bits without a sign.
+    vectors = (rows * stride).to(gl.uint32, bitcast=True).to(gl.int64)
+    return (base + features) + vectors * (
+        VECTOR_BYTES * 8 // base.dtype.element_ty.primitive_bitwidth
+    )
+
+
+@gluon.jit
+def fetch(target, pointers, live):
+    """Start copying elements into shared memory; zeros in rows that are not live."""
+    async_copy.async_copy_global_to_shared(target, pointers, mask=gl.expand_dims(live, 1))
