@@ -66,18 +66,42 @@ def copy_bandwidth(nbytes: int = 1 << 30) -> float:
     return 2 * nbytes / graph_us([lambda: torch.neg(source, out=target)] * 4) * 1e6
 
 
-def report(name: str, head: dict[str, Any], rows: list[dict[str, Any]], out: Path | None) -> None:
-    """Print a table for people and, with ``out``, write ``<name>.json`` and ``<name>.csv``."""
+def matmul_rate(size: int = 8192) -> float:
+    """FLOP per second of a square bf16 matrix product."""
+    left, right = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(left)
+    return 2 * size**3 / graph_us([lambda: torch.mm(left, right, out=out)] * 8) * 1e6
+
+
+def report(
+    name: str,
+    head: dict[str, Any],
+    rows: list[dict[str, Any]],
+    out: Path | None,
+    json_file: Path | None = None,
+) -> None:
+    """Print a table for people and write what else is asked for.
+
+    Args:
+        name: of the benchmark.
+        head: device, versions and ceilings.
+        rows: one dictionary per line of the table, with the same keys.
+        out: folder for ``<name>.json`` and ``<name>.csv``.
+        json_file: another place for the JSON.
+    """
     table = Table(title=f"{name}: " + ", ".join(f"{k} {v}" for k, v in head.items()))
     for column in rows[0]:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=160).print(table)
+    Console(width=180).print(table)
+    text = json.dumps({**head, "rows": rows}, indent=2) + "\n"
+    if json_file is not None:
+        json_file.write_text(text)
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps({**head, "rows": rows}, indent=2) + "\n")
+    (out / f"{name}.json").write_text(text)
     with (out / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()

@@ -1,6 +1,6 @@
 """The store chain: norm -> rope -> act_quant -> store, compiled against what is called by hand.
 
-    python bench/store.py [--out bench/results]
+    python bench/store.py [--out bench/results] [--json FILE]
 
 Bytes of a row: bf16 input, fp32 cos and sin, slot, and the pool row that is written. The ceiling is
 the copy bandwidth measured in the same run.
@@ -47,7 +47,8 @@ def main() -> None:
     """Measure every variant at every number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder for JSON and CSV")
-    out = parser.parse_args().out
+    parser.add_argument("--json", type=Path, help="file for JSON alone")
+    options = parser.parse_args()
     pool = Pool.empty(N_SLOTS, MODEL.head_dim, FORMAT, "cuda")
     weight = (torch.rand(MODEL.head_dim) + 0.5).cuda()
     bandwidth = copy_bandwidth()
@@ -86,7 +87,7 @@ def main() -> None:
         "bytes per row": bytes_per_row(),
         "copy TB/s": f"{bandwidth / 1e12:.2f}",
     }
-    report("store", head, results, out)
+    report("store", head, results, options.out, options.json)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -31,6 +32,9 @@ from fp8kv_inductor.registration import register
 
 TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
 """Compute capabilities that ``fp8kv code`` generates for."""
+
+BENCHMARKS = ("read", "store")
+"""Scripts of ``bench/``."""
 
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -120,6 +124,17 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--fmt", choices=FORMATS, default="fp8_e4m3", help="row format")
     command.add_argument("--json", action="store_true", help="print JSON instead of source")
     command.set_defaults(run=run_code)
+
+    command = commands.add_parser(
+        "bench",
+        help="run a benchmark of this checkout on a GPU",
+        epilog="example: fp8kv bench read --json read.json",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    command.add_argument("benchmark", choices=BENCHMARKS, help="what to measure")
+    command.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
+    command.add_argument("--out", type=Path, metavar="DIR", help="folder for JSON and CSV")
+    command.set_defaults(run=run_bench)
     return parser
 
 
@@ -150,6 +165,20 @@ def run_demo(arguments: argparse.Namespace) -> None:
         demo.print_table(result, Console())
 
 
+def run_bench(arguments: argparse.Namespace) -> None:
+    """``fp8kv bench``: one of the scripts of ``bench/``, which a wheel does not bring along."""
+    script = Path(__file__).parent.parent / "bench" / f"{arguments.benchmark}.py"
+    if not script.exists():
+        raise ConfigError(f"found no {script}; benchmarks need a checkout of the repository")
+    if not torch.cuda.is_available():
+        raise ConfigError("found no CUDA device; benchmarks measure GPU kernels and need one")
+    command = [sys.executable, str(script)]
+    for name in ("json", "out"):
+        if getattr(arguments, name):
+            command += [f"--{name}", str(getattr(arguments, name))]
+    subprocess.run(command, check=True)
+
+
 def run_code(arguments: argparse.Namespace) -> None:
     """``fp8kv code``: generated source, or JSON about it, on stdout."""
     from fp8kv_inductor.lowerings.cross_compile import cuda_source, launches, pool_copies
@@ -178,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     try:
         arguments.run(arguments)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, subprocess.CalledProcessError) as error:
         print(f"fp8kv {arguments.command}: {error}", file=sys.stderr)
         return 1
     return 0
