@@ -4,8 +4,8 @@
 
 Columns are 128 of the window and random compressed rows; pools of 131,072 rows each are larger than
 the L2, inputs rotate. FLOPs of a read are 4 * queries * heads * columns * head_dim; its bytes are
-the rows, the queries and the output. The limit is the larger of the two times, at the copy bandwidth
-and the matrix rate measured in the same run.
+the rows, the queries and the output. The limit is the larger of the two times, at the copy
+bandwidth and the matrix rate measured in the same run.
 """
 
 from __future__ import annotations
