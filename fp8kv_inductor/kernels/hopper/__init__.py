@@ -4,10 +4,12 @@ What Triton's compiler cannot do for ``kernels/attention.py``, Gluon can: dequan
 while the tensor cores work on the last ones. A program is three groups of four warps, each a loop
 of its own:
 
-``gather``  brings 64 rows at a time into a ring of two tiles in shared memory. Quantized rows come
-            as raw bytes by cp.async and are dequantized to fp16; bf16 rows come in place.
-``left``    scores = Q rows^T, softmax, and the left half of the features: acc += P rows
-``right``   the right half of the features; P and the rescaling factors come from ``left``
+``gather``  brings rows, 64 at a time, into a ring of two tiles in shared memory: bf16 rows in place;
+            of quantized rows the left half of the features, raw bytes by cp.async, dequantized to
+            fp16 on the way
+``left``    scores = Q rows^T, softmax, and the left half of the output: acc += P rows
+``right``   the right half of the output, with P and the rescaling factors from ``left``; while the
+            tensor cores multiply, it dequantizes the right half of the next quantized tile
 
 Parallelization: a persistent grid of at most one program per streaming multiprocessor. An item is
 one token, one block of BLOCK_H heads and one split of the token's live columns; program p works on
