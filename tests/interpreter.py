@@ -49,11 +49,15 @@ def _to_torch(data: np.ndarray, dtype: tl.dtype) -> torch.Tensor:
 
 
 def _convert_float(data, source, target, rounding_mode):
-    """Float conversion by PyTorch's casts: nearest even; e4m3 saturates like the hardware's."""
+    """Float conversion by PyTorch's casts: nearest even.
+
+    e4m3 saturates and has one NaN, like the hardware's.
+    """
     values = _to_torch(data, source)
     if target.name == "fp8e4nv":
         limit = torch.finfo(torch.float8_e4m3fn).max
         values = values.float().clamp(-limit, limit)
+        values = torch.where(values.isnan(), torch.nan, values)
     bits, numpy_bits = _BIT_DTYPES[target.primitive_bitwidth // 8]
     converted = values.to(_TORCH_DTYPES[target.name]).view(bits).numpy().view(numpy_bits)
     return converted.reshape(data.shape)
