@@ -15,12 +15,13 @@ through; the dtype and shape handlers say what comes out; ``TritonOverrides`` pr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
 import torch
-from torch._inductor.codegen.triton import TritonOverrides
+from torch._inductor.codegen.triton import IndexingOptions, TritonKernel, TritonOverrides
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.shape_propagation import ShapePropagationOpsHandler, get_broadcasted_shape
@@ -111,6 +112,7 @@ def register_primitives() -> None:
     _register("guard", _print_guard, lambda *_: torch.int64, _first_shape)
     _register("mul_rn", _print_mul_rn, _first_dtype, _broadcast_shape)
     _register("div_rn", _print_div_rn, _first_dtype, _broadcast_shape)
+    _keep_guards()
 
 
 def _register(
@@ -158,8 +160,34 @@ def _print_guard(index: Any, mask: Any) -> Any:
     # Not through the CSE: each guard needs a variable of its own to carry its own mask.
     variable = V.kernel.cse.newvar(ValueRanges.unknown(), torch.int64, index.shape)
     V.kernel.compute.writeline(f"{variable} = {index}.to(tl.int64)")
-    variable.mask_vars.add(str(mask))
+    _guards(V.kernel)[str(variable)] = str(mask)
     return variable
+
+
+def _guards(kernel: Any) -> dict[str, str]:
+    """Masks of a kernel's guarded variables, by the variables' names."""
+    return kernel.__dict__.setdefault(PREFIX + "guards", {})
+
+
+@functools.cache
+def _keep_guards() -> None:
+    """Masks of guarded variables reach every store that they index.
+
+    A variable's own masks would not: Inductor drops them where it broadcasts an index that does not
+    name every tile axis, as with a single token or a single scale per row.
+    """
+    kernel_class: Any = TritonKernel
+    original = kernel_class.indexing
+
+    def indexing(self: Any, index: sympy.Expr, **kwargs: Any) -> Any:
+        options = original(self, index, **kwargs)
+        if isinstance(options, IndexingOptions):
+            guards = _guards(self)
+            names = {symbol.name for symbol in index.free_symbols} & guards.keys()
+            options.mask_vars.update(guards[name] for name in sorted(names))
+        return options
+
+    kernel_class.indexing = indexing
 
 
 def _print_round_bf16(value: Any) -> str:

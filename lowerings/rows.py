@@ -252,8 +252,7 @@ def _scatter_rows(
             if group > 1:
                 offset = ops.index_expr(ModularIndexing(index[1], 1, group), I32)
                 live = ops.and_(live, ops.eq(offset, exact.i32(0)))
-            # Relative to the token: an index that does not name every loop variable is broadcast,
-            # and loses its mask.
+            # Relative to the token: an index that does not name every loop variable is broadcast.
             relative = ops.sub(slot, ops.index_expr(index[0], torch.int64))
             guarded = block.guard(relative, live)
             row = ops.indirect_indexing(guarded, n_slots, check=False, wrap_neg=False)

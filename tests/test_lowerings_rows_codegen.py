@@ -6,6 +6,7 @@ import expecttest
 import pytest
 import torch
 from generated import ARCHITECTURES, GeneratedKernel
+from interpreted_graph import interpreted_graph
 from interpreter import interpreted
 from nasty import nasty_rows, pool_bytes, row_ops
 
@@ -15,6 +16,7 @@ from fp8kv_inductor.chains import (
     compressor_chain,
     compressor_inputs,
     q_chain,
+    rms_norm,
     store_chain,
     store_inputs,
 )
@@ -159,6 +161,25 @@ def test_interpreted_bytes_equal_eager(fmt, slot_dtype, tmp_path):
     assert torch.equal(out.nan_to_num(nan=9.0), expected.nan_to_num(nan=9.0))
     for left, right in zip(pool_bytes(eager), pool_bytes(ours), strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("width", [32, 512])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_skipped_rows_write_nothing(tokens, width):
+    """A store's mask also holds for a single token and for a single scale per row."""
+
+    def graph(x, slots, pool):
+        store(rms_norm(x), slots, pool)
+
+    memory = Pool.empty(3 * N_SLOTS, width, "fp8_e4m3")
+    pool = Pool(
+        *(part[N_SLOTS : 2 * N_SLOTS] for part in (memory.data, memory.scale)), memory.format
+    )
+    beyond = torch.tensor([-1, N_SLOTS])[:tokens]
+    interpreted_graph(graph, (torch.randn(tokens, width).bfloat16(), beyond, pool))
+    assert not memory.data.any() and not memory.scale.any()
+    interpreted_graph(graph, (torch.randn(tokens, width).bfloat16(), beyond * 0 + 7, pool))
+    assert pool.data[7].any() and int(memory.scale.count_nonzero()) == width // 32
 
 
 def test_rows_that_are_not_innermost_are_refused():
