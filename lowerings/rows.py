@@ -108,10 +108,11 @@ def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -
         angle_cos = ops.masked(in_tail, lambda: cos_load(pair), 1.0)
         angle_sin = ops.masked(in_tail, lambda: sin_load(pair), 0.0)
         # even: own cos - partner sin; odd: own cos + partner sin
-        turned = product(partner, angle_sin)
+        straight, turned = product(own, angle_cos), product(partner, angle_sin)
         plus = ops.eq(ops.index_expr(odd, I32), exact.i32(0 if inverse else 1))
-        turned = ops.where(plus, turned, ops.neg(turned))
-        rotated = exact.rounded(ops.add(product(own, angle_cos), turned), dtype, target)
+        # A difference, not a sum with neg: Triton's neg is 0 - x, which loses the sign of zero.
+        both = ops.where(plus, ops.add(straight, turned), ops.sub(straight, turned))
+        rotated = exact.rounded(both, dtype, target)
         return ops.to_dtype(ops.where(in_tail, rotated, own), dtype, src_dtype=F32)
 
     return _rows_like(x, inner)

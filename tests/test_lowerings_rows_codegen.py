@@ -8,9 +8,9 @@ import torch
 from generated import ARCHITECTURES, GeneratedKernel
 from interpreted_graph import interpreted_graph
 from interpreter import interpreted
-from nasty import nasty_rows, pool_bytes, row_ops
+from nasty import nasty_rows, pool_bytes, row_ops, same
 
-from fp8kv_inductor import Pool, act_quant, rope, store
+from fp8kv_inductor import Pool, act_quant, register, rope, store
 from fp8kv_inductor.chains import (
     angles,
     compressor_chain,
@@ -180,6 +180,14 @@ def test_skipped_rows_write_nothing(tokens, width):
     assert not memory.data.any() and not memory.scale.any()
     interpreted_graph(graph, (torch.randn(tokens, width).bfloat16(), beyond * 0 + 7, pool))
     assert pool.data[7].any() and int(memory.scale.count_nonzero()) == width // 32
+
+
+def test_zeros_keep_their_signs_through_the_rope():
+    register()
+    rows, (cos, sin) = torch.zeros(4, 512).copysign(torch.randn(4, 512)).bfloat16(), angles(4)
+    for inverse in (False, True):
+        args = (rows, cos, sin.copysign(torch.randn(4, 32)), inverse)
+        assert same(interpreted_graph(rope, args), rope(*args))
 
 
 def test_rows_that_are_not_innermost_are_refused():
