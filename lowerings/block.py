@@ -34,13 +34,15 @@ from fp8kv_inductor.numerics import FP32_BIAS, FP32_MANTISSA_BITS, ceil_log2_off
 PREFIX = "fp8kv_"
 """Keeps our ``ops`` names apart from Inductor's."""
 
+GROUP_OPS: set[str] = set()
+"""Names of the primitives that need groups of columns as runs of the innermost tile axis."""
 
 OpsValue = Any
 """A value inside an ``inner_fn``: an OpsWrapper while tracing, a variable while printing."""
 
 
 class RowLayoutError(RuntimeError):
-    """The scheduler chose a tile in which a block of a row is not a run of the innermost axis."""
+    """A group of a row's columns is not a run of the innermost axis of the tile being printed."""
 
 
 def block_amax(value: OpsValue, column: sympy.Expr, group: int) -> OpsValue:
@@ -122,6 +124,8 @@ def _register(
     shape: Callable[..., Any],
 ) -> None:
     name = PREFIX + name
+    if shape is _dense_shape:
+        GROUP_OPS.add(name)
     setattr(DefaultHandler, name, DefaultHandler._call_default(name))
     setattr(DtypePropagationOpsHandler, name, staticmethod(dtype))
     setattr(ShapePropagationOpsHandler, name, staticmethod(shape))
@@ -290,18 +294,19 @@ def _check_innermost(column: sympy.Expr, group: int) -> None:
         column = column.xreplace({symbol: node.expr for symbol, node in nodes.items()})
     if column.free_symbols - {index}:
         raise RowLayoutError(
-            f"a block maximum over {group} columns needs the row as the innermost tile axis; "
-            f"column {column} does not run along {index}. Keep whole rows "
-            "([tokens, head_dim]) between the norm and the store"
+            f"groups of {group} columns need the row as the innermost tile axis, but column "
+            f"{column} does not run along {index}. Keep whole rows ([tokens, head_dim]) between "
+            "the norm and the store"
         )
     period = 4 * group
     for start in _aligned_starts(column, index, group, period):
         columns = [int(column.subs(index, start + step)) for step in range(group)]
         if columns != list(range(columns[0], columns[0] + group)) or columns[0] % group:
             raise RowLayoutError(
-                f"a block maximum over {group} columns found columns {columns[0]}.. at {index} = "
-                f"{start}: blocks of a row do not line up with the tile. "
-                f"head_dim must be a multiple of {group}"
+                f"groups of {group} columns need the row as the innermost tile axis, but "
+                f"{index} = {start} begins columns {columns[0]}, {columns[1]}... Keep whole rows "
+                "([tokens, head_dim]) between the norm and the store, head_dim a multiple of "
+                f"{group}"
             )
 
 

@@ -2,8 +2,9 @@
 
 Each op keeps the iteration space [tokens, (heads,) head_dim] of the norm in front of it. With
 Triton a block maximum stays pointwise (``block.block_amax``) and the whole chain is one kernel. On
-the CPU it is an ordinary reduction, rows are realized between the ops, because loops that share
-nothing would each recompute the chain, and the encoded rows go into the pool by ``write_rows``.
+the CPU, and for rows that are not whole blocks, it is an ordinary reduction and rows are realized
+between the ops, because loops that share nothing would each recompute the chain. On the CPU the
+encoded rows go into the pool by ``write_rows``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fp8kv_inductor.formats import (
 from fp8kv_inductor.lowerings import block, exact
 from fp8kv_inductor.lowerings.exact import F32, I32, BlockScale, OpsValue, Target
 from fp8kv_inductor.lowerings.loops import Index, Loader, reduction_loader
+from fp8kv_inductor.lowerings.schedule import RowBuffer, keep_rows_whole, row_box
 from fp8kv_inductor.numerics import ACT_QUANT_AMAX_MIN, FP32_BIAS, act_quant_exponent_max
 
 Element = Callable[[Index], tuple[OpsValue, OpsValue]]
@@ -37,6 +39,7 @@ Element = Callable[[Index], tuple[OpsValue, OpsValue]]
 def register() -> tuple[str, ...]:
     """Register the lowerings of rope, act_quant and store; returns their names."""
     block.register_primitives()
+    keep_rows_whole()
     lowerings: dict[str, Callable[..., Any]]
     lowerings = {"rope": _rope, "act_quant": _act_quant, "store": _store}
     for name, lowering in lowerings.items():
@@ -45,6 +48,12 @@ def register() -> tuple[str, ...]:
         )
     return tuple(lowerings)
 
+
+ROW_OPS = tuple(getattr(torch.ops.fp8kv, name).default for name in ("rope", "act_quant", "store"))
+"""Operators that iterate over the rows of their first argument."""
+
+LARGEST_GROUP = 128
+"""Columns that every tile holds which Inductor may choose, flattened ones included."""
 
 ROUNDED = "fp8kv_rounded"
 """Attribute of an ``inner_fn`` whose values are on the grid of its dtype already."""
@@ -59,10 +68,10 @@ def _is_rounded(x: TensorBox) -> bool:
     return getattr(getattr(loops, "inner_fn", None), ROUNDED, False)
 
 
-def _row_loader(x: TensorBox) -> Loader:
+def _row_loader(x: TensorBox, in_tile: bool) -> Loader:
     """Loads an element as fp32, rounded to the dtype of ``x`` even if its producer was fused."""
     dtype, target = x.get_dtype(), Target.of(x.get_device_or_error())
-    if not target.triton:
+    if not in_tile:
         x.realize()
     exact_already = not target.triton or _is_rounded(x)
     load = x.make_loader()
@@ -71,32 +80,43 @@ def _row_loader(x: TensorBox) -> Loader:
     return lambda index: exact.rounded(load(index), dtype, target)
 
 
-def _rows_like(x: TensorBox, inner_fn: Loader) -> TensorBox:
+def _rows_like(x: TensorBox, inner_fn: Loader, in_tile: bool) -> TensorBox:
     """A box like ``x`` whose elements ``inner_fn`` has rounded to the dtype of ``x``."""
     setattr(inner_fn, ROUNDED, True)
-    return ir.Pointwise.create(
+    pointwise = ir.Pointwise(
         device=x.get_device_or_error(),
         dtype=x.get_dtype(),
         inner_fn=inner_fn,
         ranges=x.get_size(),
     )
+    if not in_tile:
+        return TensorBox.create(pointwise)
+    rows = row_box(pointwise)
+    node = V.graph.current_node
+    if not all(_reads_rows(user, node) for user in node.users):
+        rows.realize()
+    return rows
 
 
-def _pairs_are_neighbours(x: TensorBox, first: sympy.Expr) -> bool:
-    """Whether rotated pairs start at even columns of rows that lie in one piece."""
-    layout = x.maybe_get_layout() if hasattr(x, "maybe_get_layout") else None
-    in_one_piece = layout is None or layout.stride[-1] == 1
-    multiple = V.graph.sizevars.statically_known_multiple_of
-    return in_one_piece and multiple(first, 2) and multiple(x.get_size()[-1], 2)
+def _reads_rows(user: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Whether ``user`` is a row operator and ``node`` its rows, so that it may inline them."""
+    return user.target in ROW_OPS and user.args[0] is node and node not in user.args[1:]
+
+
+def _in_tile(x: TensorBox, group: int) -> bool:
+    """Whether the primitives of ``block`` apply: a tile of whole rows holds whole groups."""
+    width = sympy.sympify(x.get_size()[-1])
+    triton = Target.of(x.get_device_or_error()).triton
+    return triton and width.is_Integer and width % group == 0 and group <= LARGEST_GROUP
 
 
 def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -> TensorBox:
-    load, cos_load, sin_load = _row_loader(x), cos.make_loader(), sin.make_loader()
     target = Target.of(x.get_device_or_error())
+    swap = _in_tile(x, 2)
+    load, cos_load, sin_load = _row_loader(x, swap), cos.make_loader(), sin.make_loader()
     product = block.mul_rn if target.triton else ops.mul
     first = x.get_size()[-1] - 2 * cos.get_size()[1]
     dtype = x.get_dtype()
-    swap = target.triton and _pairs_are_neighbours(x, first)
 
     def inner(index: Index) -> OpsValue:
         *lead, column = index
@@ -115,14 +135,14 @@ def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -
         rotated = exact.rounded(both, dtype, target)
         return ops.to_dtype(ops.where(in_tail, rotated, own), dtype, src_dtype=F32)
 
-    return _rows_like(x, inner)
+    return _rows_like(x, inner, swap)
 
 
 def _block_maxima(
-    x: TensorBox, load: Loader, columns: sympy.Expr, group: int, target: Target
+    x: TensorBox, load: Loader, columns: sympy.Expr, group: int, in_tile: bool
 ) -> Loader:
     """Finite block maximum of each of the first ``columns`` elements of a row, by its index."""
-    if target.triton:
+    if in_tile:
         return lambda index: block.block_amax(exact.finite_magnitude(load(index)), index[-1], group)
     *lead, width = x.get_size()
     maxima_load = reduction_loader(
@@ -153,7 +173,7 @@ def _block_scales(
     group: int,
     minimum: float,
     exponents: tuple[int, int],
-    target: Target,
+    in_tile: bool,
 ) -> Callable[[Index], BlockScale]:
     """Power-of-two scale of an element's block and its inverse, by the element's index.
 
@@ -163,10 +183,10 @@ def _block_scales(
         group: columns per block.
         minimum: least block maximum.
         exponents: bounds of the scale's exponent.
-        target: decides whether the maximum is taken in the tile.
+        in_tile: whether the maximum is taken in the tile.
     """
-    if not target.triton:
-        amax = _block_maxima(x, load, columns, group, target)
+    if not in_tile:
+        amax = _block_maxima(x, load, columns, group, in_tile)
         return lambda index: exact.pow2_scale(amax(index), minimum, exponents)
 
     def scales(index: Index) -> BlockScale:
@@ -181,11 +201,11 @@ def _block_scales(
 
 
 def _act_quant(x: TensorBox, features: int, block: int = 64) -> TensorBox:
-    load, target = _row_loader(x), Target.of(x.get_device_or_error())
-    dtype = x.get_dtype()
+    target, in_tile = Target.of(x.get_device_or_error()), _in_tile(x, block)
+    load, dtype = _row_loader(x, in_tile), x.get_dtype()
     exponents = (1 - FP32_BIAS, act_quant_exponent_max(dtype))
     columns = sympy.Integer(features)
-    scales = _block_scales(x, load, columns, block, ACT_QUANT_AMAX_MIN, exponents, target)
+    scales = _block_scales(x, load, columns, block, ACT_QUANT_AMAX_MIN, exponents, in_tile)
 
     def inner(index: Index) -> OpsValue:
         value = load(index)
@@ -193,16 +213,17 @@ def _act_quant(x: TensorBox, features: int, block: int = 64) -> TensorBox:
         is_quantized = ops.lt(ops.index_expr(index[-1], I32), exact.i32(features))
         return ops.to_dtype(ops.where(is_quantized, quantized, value), dtype, src_dtype=F32)
 
-    return _rows_like(x, inner)
+    return _rows_like(x, inner, in_tile)
 
 
 def _store(rows: TensorBox, slots: TensorBox, data: TensorBox, scale: TensorBox, fmt: str) -> None:
     row_format, target = get_format(fmt), Target.of(rows.get_device_or_error())
-    load, width = _row_loader(rows), rows.get_size()[1]
+    in_tile = _in_tile(rows, max(row_format.block, 1))
+    load, width = _row_loader(rows, in_tile), rows.get_size()[1]
     element: Element
     if row_format.rule == "pow2":
         exponents = (SCALE_EXPONENT_MIN, SCALE_EXPONENT_MAX)
-        scales = _block_scales(rows, load, width, row_format.block, 0.0, exponents, target)
+        scales = _block_scales(rows, load, width, row_format.block, 0.0, exponents, in_tile)
 
         def element(index: Index) -> tuple[OpsValue, OpsValue]:
             block_scale, inverse = scales(index)
@@ -210,7 +231,7 @@ def _store(rows: TensorBox, slots: TensorBox, data: TensorBox, scale: TensorBox,
             return codes, exact.encode_scale(block_scale, row_format)
 
     elif row_format.rule == "amax":
-        amax = _block_maxima(rows, load, width, row_format.block, target)
+        amax = _block_maxima(rows, load, width, row_format.block, in_tile)
 
         def element(index: Index) -> tuple[OpsValue, OpsValue]:
             held = exact.amax_scale(amax(index), row_format, target)
@@ -260,10 +281,9 @@ def _scatter_rows(
             return [row + index[0], column(index[1])]
 
         pool.realize()
-        buffer = ir.ComputedBuffer(
-            name=None,
-            layout=ir.MutationLayoutSHOULDREMOVE(pool),
-            data=ir.Scatter(
+        RowBuffer.register(
+            ir.MutationLayoutSHOULDREMOVE(pool),
+            ir.Scatter(
                 device=pool.get_device_or_error(),
                 dtype=pool.get_dtype(),
                 inner_fn=value,
@@ -271,8 +291,6 @@ def _scatter_rows(
                 output_indexer=output_index,
             ),
         )
-        buffer.name = V.graph.register_buffer(buffer)
-        V.graph.register_operation(buffer)
 
     scatter(data, lambda index: element(index)[0], lambda column: column, 1)
     if fmt.quantized:

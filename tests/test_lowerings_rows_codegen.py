@@ -9,6 +9,7 @@ from generated import ARCHITECTURES, GeneratedKernel
 from interpreted_graph import interpreted_graph
 from interpreter import interpreted
 from nasty import nasty_rows, pool_bytes, row_ops, same
+from torch._inductor.ir import TensorBox
 
 from fp8kv_inductor import Pool, act_quant, register, rope, store
 from fp8kv_inductor.chains import (
@@ -163,6 +164,46 @@ def test_interpreted_bytes_equal_eager(fmt, slot_dtype, tmp_path):
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("features", [64, 128])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rows_of_no_whole_blocks_take_the_reduction_form(features, dynamic):
+    """Blocks of 64 do not line up with rows of 160 in a flattened tile."""
+    register()
+    rows = nasty_rows(TOKENS, 160)
+
+    def graph(x):
+        return act_quant(x * 2, features)
+
+    code = cuda_source(graph, (rows,), dynamic=dynamic)
+    assert {name.split("_")[1] for name in code.kernels} == {"per", "poi"}
+    assert "static_assert" not in code.wrapper
+    assert same(interpreted_graph(graph, (rows,), dynamic), graph(rows))
+
+
+def test_tiles_of_broken_blocks_are_refused(monkeypatch):
+    """The last resort, if the lowering promised whole blocks and the tile did not hold them."""
+    register()
+    monkeypatch.setattr("fp8kv_inductor.lowerings.rows._in_tile", lambda x, group: True)
+    with pytest.raises(Exception, match="head_dim a multiple of 64") as caught:
+        cuda_source(lambda x: act_quant(x, 64), (torch.randn(8, 160).bfloat16(),))
+    chain = [caught.value]
+    while chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(chain[-1].__cause__ or chain[-1].__context__)
+    assert any(isinstance(error, RowLayoutError) for error in chain)
+
+
+@pytest.mark.parametrize("group", [2, 64])
+def test_loops_that_are_reordered_are_refused(monkeypatch, group):
+    """Positive control of the scheduler's rules: plain buffers of transposed rows are refused."""
+    register()
+    monkeypatch.setattr("fp8kv_inductor.lowerings.rows.row_box", TensorBox.create)
+    rows = torch.randn(512, TOKENS).bfloat16().t()
+    graph = rope if group == 2 else lambda x, *_: act_quant(x, 64)
+    inputs = (rows, *angles(TOKENS))
+    with pytest.raises(Exception, match=f"groups of {group} columns need the row"):
+        cuda_source(lambda *args: graph(*args).t().contiguous(), inputs)
+
+
 @pytest.mark.parametrize("width", [32, 512])
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_skipped_rows_write_nothing(tokens, width):
@@ -188,16 +229,6 @@ def test_zeros_keep_their_signs_through_the_rope():
     for inverse in (False, True):
         args = (rows, cos, sin.copysign(torch.randn(4, 32)), inverse)
         assert same(interpreted_graph(rope, args), rope(*args))
-
-
-def test_rows_that_are_not_innermost_are_refused():
-    """Blocks of 64 do not line up with rows of 160 in a flattened tile: refuse, do not guess."""
-    with pytest.raises(Exception, match="head_dim must be a multiple of 64") as caught:
-        cuda_source(lambda x: act_quant(x, 64), (torch.randn(8, 160).bfloat16(),))
-    chain = [caught.value]
-    while chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(chain[-1].__cause__ or chain[-1].__context__)
-    assert any(isinstance(error, RowLayoutError) for error in chain)
 
 
 def test_three_dimensional_rows_with_user_code_around():
