@@ -223,6 +223,19 @@ def test_skipped_rows_write_nothing(tokens, width):
     assert pool.data[7].any() and int(memory.scale.count_nonzero()) == width // 32
 
 
+def test_a_copied_pool_would_be_seen():
+    """Positive control of ``pool_copies``."""
+
+    def copies(rows, slots, pool):
+        data = pool.data.clone()
+        torch.ops.fp8kv.store(rows, slots, data, pool.scale, pool.format.name)
+        return data
+
+    *_, slots, pool = store_inputs(TOKENS, "fp8_e4m3")
+    code = cuda_source(copies, (nasty_rows(TOKENS), slots, pool))
+    assert pool_copies(code.wrapper, pool.data)
+
+
 def test_zeros_keep_their_signs_through_the_rope():
     register()
     rows, (cos, sin) = torch.zeros(4, 512).copysign(torch.randn(4, 512)).bfloat16(), angles(4)
