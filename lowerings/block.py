@@ -3,7 +3,8 @@
 ``block_amax``   a reduction inside the tile that stays pointwise in the IR, so that the scheduler
                  fuses a row norm with everything behind it into one kernel
 ``block_pow2``   a power of two from a block maximum, computed once per block
-``swap_pairs``   the other element of a pair, from a neighbouring register
+``pair_index``   an index with one element per pair of columns, so that an angle is loaded once
+``rotate_pairs`` pairs of neighbouring columns, rotated in registers
 ``round_bf16``   rounding to bf16 that is kept, two elements per instruction
 ``guard``        an index whose stores are masked: other lanes write nothing
 ``mul_rn``,      fp32 arithmetic that no later compiler stage contracts or approximates
@@ -25,6 +26,7 @@ from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.shape_propagation import ShapePropagationOpsHandler, get_broadcasted_shape
 from torch._inductor.virtualized import V, ops
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from fp8kv_inductor.formats import E4M3_MAX
@@ -45,8 +47,10 @@ class RowLayoutError(RuntimeError):
 def block_amax(value: OpsValue, column: sympy.Expr, group: int) -> OpsValue:
     """Maximum of ``value`` over its aligned group of ``group`` columns, repeated for each column.
 
+    A group of NaN alone has the maximum 0.
+
     Args:
-        value: non-negative fp32, one element of a row.
+        value: non-negative fp32, one element of a row. NaN does not count.
         column: index expression of the element within its row.
         group: a power of two that divides the row's blocks.
 
@@ -77,9 +81,28 @@ def block_pow2(
     )
 
 
-def swap_pairs(value: OpsValue, column: sympy.Expr) -> OpsValue:
-    """The value of the other column of each aligned pair of columns."""
-    return getattr(ops, PREFIX + "swap_pairs")(value, ops.index_expr(column, torch.int32))
+def pair_index(position: sympy.Expr) -> OpsValue:
+    """``position`` for each aligned pair of columns; loads happen where it is not negative.
+
+    Args:
+        position: index expression that is the same for both columns of a pair.
+    """
+    return getattr(ops, PREFIX + "pair_index")(ops.index_expr(position, torch.int32))
+
+
+def rotate_pairs(
+    value: OpsValue, column: sympy.Expr, cos: OpsValue, sin: OpsValue, inverse: bool
+) -> OpsValue:
+    """Each aligned pair of columns, rotated by its angle; every operation rounds to fp32.
+
+    Args:
+        value, column: as for :func:`block_amax`.
+        cos, sin: one element per pair, loaded through :func:`pair_index`.
+        inverse: rotate by the negative angle.
+    """
+    return getattr(ops, PREFIX + "rotate_pairs")(
+        value, ops.index_expr(column, torch.int32), cos, sin, inverse
+    )
 
 
 def round_bf16(value: OpsValue) -> OpsValue:
@@ -106,7 +129,8 @@ def register_primitives() -> None:
     """Teach Inductor's handlers these ``ops`` methods. Idempotent."""
     _register("block_amax", _print_block_amax, _first_dtype, _dense_shape)
     _register("block_pow2", _print_block_pow2, _first_dtype, _dense_shape)
-    _register("swap_pairs", _print_swap_pairs, _first_dtype, _dense_shape)
+    _register("pair_index", _print_pair_index, _first_dtype, _pair_shape)
+    _register("rotate_pairs", _print_rotate_pairs, _first_dtype, _dense_shape)
     _register("round_bf16", _print_round_bf16, _first_dtype, _first_shape)
     _register("guard", _print_guard, lambda *_: torch.int64, _first_shape)
     _register("mul_rn", _print_mul_rn, _first_dtype, _broadcast_shape)
@@ -136,6 +160,11 @@ def _first_shape(first: Any, *_: Any) -> Any:
 
 def _dense_shape(*_: Any) -> Any:
     return tuple(V.kernel.dense_size_list())
+
+
+def _pair_shape(*_: Any) -> Any:
+    *outer, inner = V.kernel.dense_size_list()
+    return (*outer, f"{inner} // 2")
 
 
 def _broadcast_shape(left: Any, right: Any) -> Any:
@@ -195,10 +224,13 @@ class _Groups:
         """``value`` with its columns as `[groups, group]`."""
         return f"tl.reshape(tl.broadcast_to({value}, [{self.full}]), [{self.grouped}])"
 
-    def amax(self, value: Any) -> Any:
-        """A variable with the maximum of each group, `[groups, 1]`."""
+    def amax(self, value: Any, minimum: float = 0.0) -> Any:
+        """A variable with the maximum of each group, at least ``minimum``, `[groups, 1]`."""
         code = f"tl.max({self.split(value)}, {len(self.shape)}, keep_dims=True)"
-        return self.reduced(code, torch.float32)
+        # A maximum passes NaN over, unless there is nothing else.
+        return self.reduced(
+            f"tl.maximum({self.reduced(code, torch.float32)}, {minimum!r})", torch.float32
+        )
 
     def reduced(self, code: str, dtype: torch.dtype) -> Any:
         """A variable of shape `[groups, 1]`."""
@@ -219,9 +251,7 @@ def _print_block_pow2(
 ) -> str:
     groups = _Groups(group)
     carry, shift = ceil_log2_offsets(E4M3_MAX)
-    amax = groups.amax(value)
-    if minimum > 0:
-        amax = groups.reduced(f"tl.maximum({amax}, {minimum!r})", torch.float32)
+    amax = groups.amax(value, minimum)
     raw = groups.reduced(
         f"(({amax}.to(tl.int32, bitcast=True) + {carry}) >> {FP32_MANTISSA_BITS}) - {shift}",
         torch.int32,
@@ -234,32 +264,81 @@ def _print_block_pow2(
     return groups.spread(power)
 
 
-def _print_swap_pairs(value: Any, column: Any) -> str:
+def _print_pair_index(position: Any) -> Any:
+    kernel, tree = V.kernel, _innermost()
+    sizes = _pair_shape()
+
+    def variable(code: str, dtype: torch.dtype, axes: Iterable[Any]) -> Any:
+        dims = {axis.tensor_dim for axis in axes}
+        shape = tuple(size if dim in dims else "1" for dim, size in enumerate(sizes))
+        return kernel.cse.generate(kernel.compute, code, dtype=dtype, shape=shape)
+
+    start, expand = f"{tree.prefix}offset // 2", kernel.indexing_size_str(tree.tensor_dim)
+    code = f"{start} + tl.arange(0, {tree.prefix.upper()}BLOCK // 2){expand}"
+    pairs = variable(code, torch.int32, [tree])
+    along_columns = _in_roots(_index_argument(1))
+    symbol = sympy.Symbol(str(pairs), integer=True, nonnegative=True)
+    along_pairs = along_columns.xreplace({tree.symbol(): 2 * symbol})
+    trees = [other for other in kernel.active_range_trees() if other.tensor_dim is not None]
+    axes = [other for other in trees if other.symbol() in along_columns.free_symbols]
+    index = variable(kernel.index_to_str(along_pairs), torch.int32, axes)
+    masks = [f"{other.prefix}mask" for other in trees if other is not tree]
+    if not along_pairs.is_nonnegative:
+        masks.append(str(variable(f"{index} >= 0", torch.bool, axes)))
+    if not kernel._has_constant_mask(tree):
+        masks.append(str(variable(f"2 * {pairs} < {tree.prefix}numel", torch.bool, [tree])))
+    index.mask_vars = OrderedSet(masks)
+    # The masks of the argument have an element per column.
+    index.update_on_args = lambda *_: None
+    return index
+
+
+def _print_rotate_pairs(value: Any, column: Any, cos: Any, sin: Any, inverse: bool) -> str:
     groups = _Groups(2)
-    shape = groups.reduced_shape[:-1]
-    even, odd = (V.kernel.cse.newvar(ValueRanges.unknown(), torch.float32, shape) for _ in range(2))
-    V.kernel.compute.writeline(f"{even}, {odd} = tl.split({groups.split(value)})")
-    return f"tl.reshape(tl.join({odd}, {even}), [{groups.full}])"
+
+    def variable(code: str) -> Any:
+        shape = _pair_shape()
+        return V.kernel.cse.generate(V.kernel.compute, code, dtype=torch.float32, shape=shape)
+
+    pair = variable(f"tl.split({groups.split(value)})")
+    even, odd = f"{pair}[0]", f"{pair}[1]"
+    minus, plus = ("+", "-") if inverse else ("-", "+")
+    first = variable(f"{_print_mul_rn(even, cos)} {minus} {_print_mul_rn(odd, sin)}")
+    second = variable(f"{_print_mul_rn(odd, cos)} {plus} {_print_mul_rn(even, sin)}")
+    return f"tl.reshape(tl.join({first}, {second}), [{groups.full}])"
+
+
+def _index_argument(position: int) -> sympy.Expr:
+    """The index expression behind an argument of the ``ops`` call being printed."""
+    name = V.interpreter.current_node.args[position].args[1].args[0]
+    return V.interpreter.submodules["get_index"](name)
 
 
 def column_expression() -> sympy.Expr:
     """The index expression behind the second argument of the ``ops`` call being printed."""
-    column = V.interpreter.current_node.args[2]
-    name = column.args[1].args[0]
-    return V.interpreter.submodules["get_index"](name)
+    return _index_argument(2)
+
+
+def _innermost() -> Any:
+    """The range tree of the innermost tile axis."""
+    return max(
+        (tree for tree in V.kernel.active_range_trees() if tree.tensor_dim is not None),
+        key=lambda tree: tree.tensor_dim,
+    )
+
+
+def _in_roots(expression: sympy.Expr) -> sympy.Expr:
+    """An index expression in terms of the tile axes."""
+    nodes = V.kernel.range_tree_nodes
+    while expression.free_symbols & nodes.keys():
+        expression = expression.xreplace({symbol: node.expr for symbol, node in nodes.items()})
+    return expression
 
 
 def _check_innermost(column: sympy.Expr, group: int) -> None:
     """Refuse tiles whose innermost axis does not run through whole blocks of a row."""
-    kernel = V.kernel
-    innermost = max(
-        (tree for tree in kernel.active_range_trees() if tree.tensor_dim is not None),
-        key=lambda tree: tree.tensor_dim,
-    )
-    index = innermost.symbol()
-    nodes = kernel.range_tree_nodes
-    while column.free_symbols & nodes.keys():
-        column = column.xreplace({symbol: node.expr for symbol, node in nodes.items()})
+    index = _innermost().symbol()
+    column = _in_roots(column)
     if column.free_symbols - {index}:
         raise RowLayoutError(
             f"a block maximum over {group} columns needs the row as the innermost tile axis; "

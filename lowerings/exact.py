@@ -110,8 +110,11 @@ def from_bits(value: OpsValue) -> OpsValue:
     return ops.to_dtype_bitcast(value, F32, I32)
 
 
-def finite_magnitude(value: OpsValue) -> OpsValue:
-    """|value|, and 0 for infinities and NaN."""
+def finite_magnitude(value: OpsValue, target: Target) -> OpsValue:
+    """|value|; for infinities and NaN something that a maximum ignores."""
+    if target.triton:
+        # NaN, which a maximum passes over: one fma instead of a comparison and a selection.
+        return ops.abs(ops.add(ops.mul(value, f32(0.0)), value))
     magnitude = ops.abs(value)
     return ops.where(ops.lt(magnitude, f32(float("inf"))), magnitude, f32(0.0))
 

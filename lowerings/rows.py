@@ -96,22 +96,34 @@ def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -
     product = block.mul_rn if target.triton else ops.mul
     first = x.get_size()[-1] - 2 * cos.get_size()[1]
     dtype = x.get_dtype()
-    swap = target.triton and _pairs_are_neighbours(x, first)
+    in_registers = target.triton and _pairs_are_neighbours(x, first)
 
-    def inner(index: Index) -> OpsValue:
+    def rotated_pair(index: Index, own: OpsValue) -> OpsValue:
+        pair = [
+            ops.indirect_indexing(block.pair_index(position), size, check=False, wrap_neg=False)
+            for position, size in zip(
+                (index[0], FloorDiv(index[-1] - first, 2)), cos.get_size(), strict=True
+            )
+        ]
+        return block.rotate_pairs(own, index[-1], cos_load(pair), sin_load(pair), inverse)
+
+    def rotated_element(index: Index, own: OpsValue, in_tail: OpsValue) -> OpsValue:
         *lead, column = index
-        own = load(index)
-        in_tail = ops.ge(ops.index_expr(column, I32), ops.index_expr(first, I32))
         odd = ModularIndexing(column - first, 1, 2)
-        partner = block.swap_pairs(own, column) if swap else load([*lead, column + 1 - 2 * odd])
+        partner = load([*lead, column + 1 - 2 * odd])
         pair = [lead[0], FloorDiv(column - first, 2)]
         angle_cos = ops.masked(in_tail, lambda: cos_load(pair), 1.0)
         angle_sin = ops.masked(in_tail, lambda: sin_load(pair), 0.0)
         # even: own cos - partner sin; odd: own cos + partner sin
         turned = product(partner, angle_sin)
         plus = ops.eq(ops.index_expr(odd, I32), exact.i32(0 if inverse else 1))
-        turned = ops.where(plus, turned, ops.neg(turned))
-        rotated = exact.rounded(ops.add(product(own, angle_cos), turned), dtype, target)
+        return ops.add(product(own, angle_cos), ops.where(plus, turned, ops.neg(turned)))
+
+    def inner(index: Index) -> OpsValue:
+        own = load(index)
+        in_tail = ops.ge(ops.index_expr(index[-1], I32), ops.index_expr(first, I32))
+        rotated = rotated_pair(index, own) if in_registers else rotated_element(index, own, in_tail)
+        rotated = exact.rounded(rotated, dtype, target)
         return ops.to_dtype(ops.where(in_tail, rotated, own), dtype, src_dtype=F32)
 
     return _rows_like(x, inner)
@@ -122,13 +134,15 @@ def _block_maxima(
 ) -> Loader:
     """Finite block maximum of each of the first ``columns`` elements of a row, by its index."""
     if target.triton:
-        return lambda index: block.block_amax(exact.finite_magnitude(load(index)), index[-1], group)
+        return lambda index: block.block_amax(
+            exact.finite_magnitude(load(index), target), index[-1], group
+        )
     *lead, width = x.get_size()
     maxima_load = reduction_loader(
         x.get_device_or_error(),
         "max",
         lambda index, within: exact.finite_magnitude(
-            load([*index[:-1], index[-1] * group + within[0]])
+            load([*index[:-1], index[-1] * group + within[0]]), target
         ),
         [*lead, FloorDiv(columns, group)],
         group,
@@ -169,7 +183,7 @@ def _block_scales(
         return lambda index: exact.pow2_scale(amax(index), minimum, exponents)
 
     def scales(index: Index) -> BlockScale:
-        magnitude = exact.finite_magnitude(load(index))
+        magnitude = exact.finite_magnitude(load(index), target)
         scale, inverse = (
             block.block_pow2(magnitude, index[-1], group, minimum, exponents, sign)
             for sign in (1, -1)

@@ -6,7 +6,8 @@ to the interpreter, and everything is put back afterwards.
 
 Faults of the interpreter that are repaired on the way: it truncates float conversions to bf16 and
 fp8 (or carries a rounded mantissa away); it multiplies bf16 matrices as if their bits were
-integers; and triton 3.6 cannot use a tensor as a loop bound with numpy 2.4.
+integers; its elementwise maximum keeps NaN; and triton 3.6 cannot use a tensor as a loop bound with
+numpy 2.4.
 """
 
 import contextlib
@@ -64,6 +65,10 @@ def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return triton_interpreter.TensorHandle(product.numpy() + d.data, d.dtype.scalar)
 
 
+def _create_maxnumf(self, left, right):
+    return self.binary_op(left, right, np.fmax)
+
+
 _patch_lang_tensor_by_triton = triton_interpreter._patch_lang_tensor
 
 
@@ -99,7 +104,10 @@ def interpreted() -> Iterator[None]:
             "_convert_float": _convert_float,
             "_patch_lang_tensor": _patch_lang_tensor,
         },
-        triton_interpreter.InterpreterBuilder: {"create_dot": _create_dot},
+        triton_interpreter.InterpreterBuilder: {
+            "create_dot": _create_dot,
+            "create_maxnumf": _create_maxnumf,
+        },
     }
     # What a device function's call patches in triton.language, Triton does not restore.
     saved = [(owner, dict(vars(owner))) for owner in (*patches, *_PATCHED_BY_TRITON)]
