@@ -2,8 +2,8 @@
 
 ``block_amax``   a reduction inside the tile that stays pointwise in the IR, so that the scheduler
                  fuses a row norm with everything behind it into one kernel
-``block_pow2``   a power of two from a block maximum, computed once per block
-``pair_index``   an index with one element per pair of columns, so that an angle is loaded once
+``spread``       a value per block, repeated for its columns
+``group_index``  an index with one element per group of columns, for what is loaded or stored once
 ``rotate_pairs`` pairs of neighbouring columns, rotated in registers
 ``round_bf16``   rounding to bf16 that is kept, two elements per instruction
 ``guard``        an index whose stores are masked: other lanes write nothing
@@ -16,25 +16,28 @@ through; the dtype and shape handlers say what comes out; ``TritonOverrides`` pr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
 import torch
+from torch._inductor.codegen.common import DeferredLine
 from torch._inductor.codegen.triton import TritonOverrides
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.shape_propagation import ShapePropagationOpsHandler, get_broadcasted_shape
+from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V, ops
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from fp8kv_inductor.formats import E4M3_MAX
-from fp8kv_inductor.numerics import FP32_BIAS, FP32_MANTISSA_BITS, ceil_log2_offsets
-
 PREFIX = "fp8kv_"
 """Keeps our ``ops`` names apart from Inductor's."""
 
+
+MANY_ROWS = 1024
+"""Rows from which on Inductor gives a persistent reduction one warp instead of several."""
 
 OpsValue = Any
 """A value inside an ``inner_fn``: an OpsWrapper while tracing, a variable while printing."""
@@ -45,14 +48,12 @@ class RowLayoutError(RuntimeError):
 
 
 def block_amax(value: OpsValue, column: sympy.Expr, group: int) -> OpsValue:
-    """Maximum of ``value`` over its aligned group of ``group`` columns, repeated for each column.
-
-    A group of NaN alone has the maximum 0.
+    """Maximum of ``value`` over each aligned group of columns; one element per group.
 
     Args:
         value: non-negative fp32, one element of a row. NaN does not count.
         column: index expression of the element within its row.
-        group: a power of two that divides the row's blocks.
+        group: columns per group, a power of two that divides the row's blocks.
 
     Raises:
         RowLayoutError: while printing, if the columns are not the innermost tile axis.
@@ -60,34 +61,24 @@ def block_amax(value: OpsValue, column: sympy.Expr, group: int) -> OpsValue:
     return getattr(ops, PREFIX + "block_amax")(value, ops.index_expr(column, torch.int32), group)
 
 
-def block_pow2(
-    value: OpsValue,
-    column: sympy.Expr,
-    group: int,
-    minimum: float,
-    exponents: tuple[int, int],
-    sign: int,
-) -> OpsValue:
-    """2^(sign * e) for each column, e = ceil(log2(max(amax, minimum) / 448)) within ``exponents``.
+def spread(value: OpsValue, column: sympy.Expr, group: int) -> OpsValue:
+    """An fp32 value per group of columns, repeated for each column.
 
     Args:
-        value, column, group: as for :func:`block_amax`, which gives amax.
-        minimum: least maximum.
-        exponents: bounds of e.
-        sign: 1 for the block scale, -1 for its inverse.
+        value: computed from :func:`block_amax`.
+        column, group: as there.
     """
-    return getattr(ops, PREFIX + "block_pow2")(
-        value, ops.index_expr(column, torch.int32), group, minimum, *exponents, sign
-    )
+    return getattr(ops, PREFIX + "spread")(value, ops.index_expr(column, torch.int32), group)
 
 
-def pair_index(position: sympy.Expr) -> OpsValue:
-    """``position`` for each aligned pair of columns; loads happen where it is not negative.
+def group_index(position: sympy.Expr, group: int) -> OpsValue:
+    """``position`` of each group of columns; loads happen where it is not negative.
 
     Args:
-        position: index expression that is the same for both columns of a pair.
+        position: index expression that is the same for all columns of a group.
+        group: columns per group, a power of two.
     """
-    return getattr(ops, PREFIX + "pair_index")(ops.index_expr(position, torch.int32))
+    return getattr(ops, PREFIX + "group_index")(ops.index_expr(position, torch.int32), group)
 
 
 def rotate_pairs(
@@ -96,8 +87,9 @@ def rotate_pairs(
     """Each aligned pair of columns, rotated by its angle; every operation rounds to fp32.
 
     Args:
-        value, column: as for :func:`block_amax`.
-        cos, sin: one element per pair, loaded through :func:`pair_index`.
+        value: fp32, one element of a row.
+        column: index expression of the element within its row.
+        cos, sin: one element per pair, loaded through :func:`group_index`.
         inverse: rotate by the negative angle.
     """
     return getattr(ops, PREFIX + "rotate_pairs")(
@@ -110,9 +102,14 @@ def round_bf16(value: OpsValue) -> OpsValue:
     return getattr(ops, PREFIX + "round_bf16")(value)
 
 
-def guard(index: OpsValue, mask: OpsValue) -> OpsValue:
-    """``index`` as int64, such that a store through it happens only where ``mask`` holds."""
-    return getattr(ops, PREFIX + "guard")(index, mask)
+def guard(index: OpsValue, mask: OpsValue, group: int = 1) -> OpsValue:
+    """``index`` as int64, such that a store through it happens only where ``mask`` holds.
+
+    Args:
+        index, mask: one element per group of columns.
+        group: columns per group; the value that is stored has one element per group as well.
+    """
+    return getattr(ops, PREFIX + "guard")(index, mask, group)
 
 
 def mul_rn(left: OpsValue, right: OpsValue) -> OpsValue:
@@ -127,9 +124,9 @@ def div_rn(left: OpsValue, right: OpsValue) -> OpsValue:
 
 def register_primitives() -> None:
     """Teach Inductor's handlers these ``ops`` methods. Idempotent."""
-    _register("block_amax", _print_block_amax, _first_dtype, _dense_shape)
-    _register("block_pow2", _print_block_pow2, _first_dtype, _dense_shape)
-    _register("pair_index", _print_pair_index, _first_dtype, _pair_shape)
+    _register("block_amax", _print_block_amax, _first_dtype, _amax_shape)
+    _register("spread", _print_spread, _first_dtype, _dense_shape)
+    _register("group_index", _print_group_index, _first_dtype, _index_shape)
     _register("rotate_pairs", _print_rotate_pairs, _first_dtype, _dense_shape)
     _register("round_bf16", _print_round_bf16, _first_dtype, _first_shape)
     _register("guard", _print_guard, lambda *_: torch.int64, _first_shape)
@@ -162,9 +159,17 @@ def _dense_shape(*_: Any) -> Any:
     return tuple(V.kernel.dense_size_list())
 
 
-def _pair_shape(*_: Any) -> Any:
+def _group_shape(group: int) -> tuple[str, ...]:
     *outer, inner = V.kernel.dense_size_list()
-    return (*outer, f"{inner} // 2")
+    return (*outer, f"{inner} // {group}")
+
+
+def _amax_shape(value: Any, column: Any, group: int) -> Any:
+    return _group_shape(group)
+
+
+def _index_shape(position: Any, group: int) -> Any:
+    return _group_shape(group)
 
 
 def _broadcast_shape(left: Any, right: Any) -> Any:
@@ -183,12 +188,35 @@ def _print_div_rn(left: Any, right: Any) -> str:
     return f"tl.div_rn({left}, {right})"
 
 
-def _print_guard(index: Any, mask: Any) -> Any:
+def _print_guard(index: Any, mask: Any, group: int) -> Any:
     # Not through the CSE: each guard needs a variable of its own to carry its own mask.
-    variable = V.kernel.cse.newvar(ValueRanges.unknown(), torch.int64, index.shape)
-    V.kernel.compute.writeline(f"{variable} = {index}.to(tl.int64)")
+    kernel = V.kernel
+    variable = kernel.cse.newvar(ValueRanges.unknown(), torch.int64, index.shape)
+    kernel.compute.writeline(f"{variable} = {index}.to(tl.int64)")
     variable.mask_vars.add(str(mask))
+    if group > 1:
+        kernel.store = functools.partial(_store_groups, kernel.store, variable, group)
     return variable
+
+
+def _store_groups(
+    store: Callable[..., None],
+    guarded: Any,
+    group: int,
+    name: str,
+    index: sympy.Expr,
+    *rest: Any,
+    **kwargs: Any,
+) -> None:
+    """A kernel's ``store``, which prints those through ``guarded`` once per group of columns."""
+    if str(guarded) not in map(str, index.free_symbols):
+        return store(name, index, *rest, **kwargs)
+    kernel = V.kernel
+    groups = _GroupAxis(group)
+    masks = OrderedSet([*guarded.mask_vars, *groups.masks(groups.trees)])
+    address = f"{kernel.args.output(name)} + ({kernel.index_to_str(groups.along(index))})"
+    line = f"tl.store({address}, {rest[0]}, {' & '.join(masks) or None})"
+    kernel.stores.writeline(DeferredLine(name, line))
 
 
 def _print_round_bf16(value: Any) -> str:
@@ -211,8 +239,7 @@ class _Groups:
             smallest = V.kernel.tma_min_block_sizes
             smallest[inner] = max(group, smallest.get(inner, 1))
         self.full = ", ".join(self.shape)
-        self.grouped = ", ".join([*self.shape[:-1], f"{inner} // {group}", str(group)])
-        self.reduced_shape = (*self.shape[:-1], f"{inner} // {group}", "1")
+        self.grouped = ", ".join([*_group_shape(group), str(group)])
         asserted = V.kernel.__dict__.setdefault(PREFIX + "asserted", set())
         if group not in asserted:
             asserted.add(group)
@@ -224,80 +251,118 @@ class _Groups:
         """``value`` with its columns as `[groups, group]`."""
         return f"tl.reshape(tl.broadcast_to({value}, [{self.full}]), [{self.grouped}])"
 
-    def amax(self, value: Any, minimum: float = 0.0) -> Any:
-        """A variable with the maximum of each group, at least ``minimum``, `[groups, 1]`."""
-        code = f"tl.max({self.split(value)}, {len(self.shape)}, keep_dims=True)"
-        # A maximum passes NaN over, unless there is nothing else.
-        return self.reduced(
-            f"tl.maximum({self.reduced(code, torch.float32)}, {minimum!r})", torch.float32
-        )
-
-    def reduced(self, code: str, dtype: torch.dtype) -> Any:
-        """A variable of shape `[groups, 1]`."""
-        return V.kernel.cse.generate(V.kernel.compute, code, dtype=dtype, shape=self.reduced_shape)
-
-    def spread(self, value: Any) -> str:
-        """A value per group, repeated for every column."""
-        return f"tl.reshape(tl.broadcast_to({value}, [{self.grouped}]), [{self.full}])"
-
 
 def _print_block_amax(value: Any, column: Any, group: int) -> str:
     groups = _Groups(group)
-    return groups.spread(groups.amax(value))
+    # A maximum passes NaN over, unless there is nothing else.
+    return f"tl.maximum(tl.max({groups.split(value)}, {len(groups.shape)}), 0.0)"
 
 
-def _print_block_pow2(
-    value: Any, column: Any, group: int, minimum: float, low: int, high: int, sign: int
-) -> str:
+def _print_spread(value: Any, column: Any, group: int) -> str:
     groups = _Groups(group)
-    carry, shift = ceil_log2_offsets(E4M3_MAX)
-    amax = groups.amax(value, minimum)
-    raw = groups.reduced(
-        f"(({amax}.to(tl.int32, bitcast=True) + {carry}) >> {FP32_MANTISSA_BITS}) - {shift}",
-        torch.int32,
-    )
-    exponent = groups.reduced(f"tl.minimum(tl.maximum({raw}, {low}), {high})", torch.int32)
-    biased = f"{FP32_BIAS} + {exponent}" if sign > 0 else f"{FP32_BIAS} - {exponent}"
-    power = groups.reduced(
-        f"(({biased}) << {FP32_MANTISSA_BITS}).to(tl.float32, bitcast=True)", torch.float32
-    )
-    return groups.spread(power)
+    expanded = f"tl.expand_dims({value}, {len(groups.shape)})"
+    return f"tl.reshape(tl.broadcast_to({expanded}, [{groups.grouped}]), [{groups.full}])"
 
 
-def _print_pair_index(position: Any) -> Any:
-    kernel, tree = V.kernel, _innermost()
-    sizes = _pair_shape()
+class _GroupAxis:
+    """The innermost tile axis with one element per group of columns."""
 
-    def variable(code: str, dtype: torch.dtype, axes: Iterable[Any]) -> Any:
-        dims = {axis.tensor_dim for axis in axes}
-        shape = tuple(size if dim in dims else "1" for dim, size in enumerate(sizes))
-        return kernel.cse.generate(kernel.compute, code, dtype=dtype, shape=shape)
+    def __init__(self, group: int) -> None:
+        self.tree, self.group, self.sizes = _innermost(), group, _group_shape(group)
+        trees = V.kernel.active_range_trees()
+        self.trees = [tree for tree in trees if tree.tensor_dim is not None]
 
-    start, expand = f"{tree.prefix}offset // 2", kernel.indexing_size_str(tree.tensor_dim)
-    code = f"{start} + tl.arange(0, {tree.prefix.upper()}BLOCK // 2){expand}"
-    pairs = variable(code, torch.int32, [tree])
-    along_columns = _in_roots(_index_argument(1))
-    symbol = sympy.Symbol(str(pairs), integer=True, nonnegative=True)
-    along_pairs = along_columns.xreplace({tree.symbol(): 2 * symbol})
-    trees = [other for other in kernel.active_range_trees() if other.tensor_dim is not None]
-    axes = [other for other in trees if other.symbol() in along_columns.free_symbols]
-    index = variable(kernel.index_to_str(along_pairs), torch.int32, axes)
-    masks = [f"{other.prefix}mask" for other in trees if other is not tree]
-    if not along_pairs.is_nonnegative:
-        masks.append(str(variable(f"{index} >= 0", torch.bool, axes)))
-    if not kernel._has_constant_mask(tree):
-        masks.append(str(variable(f"2 * {pairs} < {tree.prefix}numel", torch.bool, [tree])))
-    index.mask_vars = OrderedSet(masks)
-    # The masks of the argument have an element per column.
-    index.update_on_args = lambda *_: None
-    return index
+    @functools.cached_property
+    def numbers(self) -> Any:
+        """A variable with the number of each group."""
+        tree, group = self.tree, self.group
+        expand = V.kernel.indexing_size_str(tree.tensor_dim)
+        within = f"tl.arange(0, {tree.prefix.upper()}BLOCK // {group}){expand}"
+        return self.variable(f"{tree.prefix}offset // {group} + {within}", torch.int32, [tree])
+
+    def variable(self, code: str, dtype: torch.dtype, trees: Iterable[Any]) -> Any:
+        """A variable that varies along the axes of ``trees``, computed before any load."""
+        dims = {tree.tensor_dim for tree in trees}
+        shape = tuple(size if dim in dims else "1" for dim, size in enumerate(self.sizes))
+        variable = V.kernel.cse.generate(_early_buffer(), code, dtype=dtype, shape=shape)
+        _early_variables()[str(variable)] = _early_buffer()
+        return variable
+
+    def along(self, expression: sympy.Expr) -> sympy.Expr:
+        """An index expression at the first column of each group."""
+        expression, column = _in_roots(expression), self.tree.symbol()
+        if self.group == 1 or column not in expression.free_symbols:
+            return expression
+        number = sympy.Symbol(str(self.numbers), integer=True, nonnegative=True)
+        return expression.xreplace({column: self.group * number})
+
+    def masks(self, trees: Iterable[Any]) -> OrderedSet[str]:
+        """Masks of the elements that exist along the axes of ``trees``."""
+        masks = OrderedSet(f"{tree.prefix}mask" for tree in trees)
+        V.kernel.filter_masks(masks)
+        columns = f"{self.tree.prefix}mask"
+        if self.group > 1 and columns in masks:
+            masks.remove(columns)
+            code = f"{self.group} * {self.numbers} < {self.tree.prefix}numel"
+            masks.add(str(self.variable(code, torch.bool, [self.tree])))
+        return masks
+
+    def index(self, expression: sympy.Expr) -> Any:
+        """A variable with :meth:`along` of an expression, masked where it is negative."""
+        symbols = _in_roots(expression).free_symbols
+        trees = [tree for tree in self.trees if tree.symbol() in symbols]
+        expression = self.along(expression)
+        index = self.variable(V.kernel.index_to_str(expression), torch.int32, trees)
+        index.mask_vars = self.masks(trees)
+        if not expression.is_nonnegative:
+            index.mask_vars.add(str(self.variable(f"{index} >= 0", torch.bool, trees)))
+        # The masks of an argument have an element per column.
+        index.update_on_args = lambda *_: None
+        return index
+
+
+def _early_buffer() -> Any:
+    """Where loads by group belong: not behind the reduction of the row, as Inductor has it.
+
+    Few rows take as long as the loads that wait for one another, and the assembler lets these wait
+    for those of the row unless a barrier keeps them in front. With many rows, the row's loads
+    should decide the layout of the tile.
+    """
+    kernel = V.kernel
+    rows = sympy_product(tree.numel for tree in kernel.range_trees if not tree.is_reduction)
+    few = V.graph.sizevars.optimization_hint(rows, fallback=MANY_ROWS) < MANY_ROWS
+    return kernel.body if kernel.persistent_reduction and few else kernel.loads
+
+
+def _early_variables() -> dict[str, Any]:
+    """Variables that the loads of the kernel being printed may use, by name, and their buffers."""
+    kernel, name = V.kernel, PREFIX + "early"
+    if name not in kernel.__dict__:
+        setattr(kernel, name, {})
+        kernel.get_load_buffer = functools.partial(_load_buffer, kernel.get_load_buffer)
+        if _early_buffer() is kernel.body:
+            kernel.indexing_code.writeline("tl.debug_barrier()")
+    return getattr(kernel, name)
+
+
+def _load_buffer(default: Callable[[Any], Any], indexing: Any) -> Any:
+    """A kernel's ``get_load_buffer``, which finds the buffer of loads by group."""
+    names = map(str, (*indexing.index.free_symbols, *indexing.mask_vars))
+    buffers = [_early_variables().get(name) for name in names if name.startswith("tmp")]
+    if buffers and buffers[0] and all(buffer is buffers[0] for buffer in buffers):
+        return buffers[0]
+    return default(indexing)
+
+
+def _print_group_index(position: Any, group: int) -> Any:
+    return _GroupAxis(group).index(_index_argument(1))
 
 
 def _print_rotate_pairs(value: Any, column: Any, cos: Any, sin: Any, inverse: bool) -> str:
     groups = _Groups(2)
 
     def variable(code: str) -> Any:
-        shape = _pair_shape()
+        shape = _group_shape(2)
         return V.kernel.cse.generate(V.kernel.compute, code, dtype=torch.float32, shape=shape)
 
     pair = variable(f"tl.split({groups.split(value)})")

@@ -26,12 +26,12 @@ from fp8kv_inductor.formats import (
     get_format,
 )
 from fp8kv_inductor.lowerings import block, exact
-from fp8kv_inductor.lowerings.exact import F32, I32, BlockScale, OpsValue, Target
+from fp8kv_inductor.lowerings.exact import F32, I32, OpsValue, Target
 from fp8kv_inductor.lowerings.loops import Index, Loader, reduction_loader
 from fp8kv_inductor.numerics import ACT_QUANT_AMAX_MIN, FP32_BIAS, act_quant_exponent_max
 
 Element = Callable[[Index], tuple[OpsValue, OpsValue]]
-"""Code and block scale of an element, in the pool's dtypes; no scale for rows without."""
+"""Code of an element and scale of its block, in the pool's dtypes; no scale for rows without."""
 
 
 def register() -> tuple[str, ...]:
@@ -82,6 +82,11 @@ def _rows_like(x: TensorBox, inner_fn: Loader) -> TensorBox:
     )
 
 
+def _indirect(index: OpsValue, size: sympy.Expr) -> sympy.Expr:
+    """``index``, known to be in range, for a loader."""
+    return ops.indirect_indexing(index, size, check=False, wrap_neg=False)
+
+
 def _pairs_are_neighbours(x: TensorBox, first: sympy.Expr) -> bool:
     """Whether rotated pairs start at even columns of rows that lie in one piece."""
     layout = x.maybe_get_layout() if hasattr(x, "maybe_get_layout") else None
@@ -99,12 +104,8 @@ def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -
     in_registers = target.triton and _pairs_are_neighbours(x, first)
 
     def rotated_pair(index: Index, own: OpsValue) -> OpsValue:
-        pair = [
-            ops.indirect_indexing(block.pair_index(position), size, check=False, wrap_neg=False)
-            for position, size in zip(
-                (index[0], FloorDiv(index[-1] - first, 2)), cos.get_size(), strict=True
-            )
-        ]
+        positions = zip((index[0], FloorDiv(index[-1] - first, 2)), cos.get_size(), strict=True)
+        pair = [_indirect(block.group_index(position, 2), size) for position, size in positions]
         return block.rotate_pairs(own, index[-1], cos_load(pair), sin_load(pair), inverse)
 
     def rotated_element(index: Index, own: OpsValue, in_tail: OpsValue) -> OpsValue:
@@ -132,7 +133,10 @@ def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -
 def _block_maxima(
     x: TensorBox, load: Loader, columns: sympy.Expr, group: int, target: Target
 ) -> Loader:
-    """Finite block maximum of each of the first ``columns`` elements of a row, by its index."""
+    """Finite block maximum by the index of an element, one of the first ``columns`` of its row.
+
+    With Triton it has one element per block (:func:`block.block_amax`).
+    """
     if target.triton:
         return lambda index: block.block_amax(
             exact.finite_magnitude(load(index), target), index[-1], group
@@ -159,51 +163,25 @@ def _block_maxima(
     return amax
 
 
-def _block_scales(
-    x: TensorBox,
-    load: Loader,
-    columns: sympy.Expr,
-    group: int,
-    minimum: float,
-    exponents: tuple[int, int],
-    target: Target,
-) -> Callable[[Index], BlockScale]:
-    """Power-of-two scale of an element's block and its inverse, by the element's index.
-
-    Args:
-        x, load: the rows.
-        columns: leading columns that have blocks.
-        group: columns per block.
-        minimum: least block maximum.
-        exponents: bounds of the scale's exponent.
-        target: decides whether the maximum is taken in the tile.
-    """
-    if not target.triton:
-        amax = _block_maxima(x, load, columns, group, target)
-        return lambda index: exact.pow2_scale(amax(index), minimum, exponents)
-
-    def scales(index: Index) -> BlockScale:
-        magnitude = exact.finite_magnitude(load(index), target)
-        scale, inverse = (
-            block.block_pow2(magnitude, index[-1], group, minimum, exponents, sign)
-            for sign in (1, -1)
-        )
-        return scale, inverse
-
-    return scales
+def _per_column(value: OpsValue, column: sympy.Expr, group: int, target: Target) -> OpsValue:
+    """What was computed from a block maximum, for a column of the block."""
+    return block.spread(value, column, group) if target.triton else value
 
 
-def _act_quant(x: TensorBox, features: int, block: int = 64) -> TensorBox:
+def _act_quant(x: TensorBox, features: int, group: int = 64) -> TensorBox:
     load, target = _row_loader(x), Target.of(x.get_device_or_error())
     dtype = x.get_dtype()
     exponents = (1 - FP32_BIAS, act_quant_exponent_max(dtype))
-    columns = sympy.Integer(features)
-    scales = _block_scales(x, load, columns, block, ACT_QUANT_AMAX_MIN, exponents, target)
+    amax = _block_maxima(x, load, sympy.Integer(features), group, target)
 
     def inner(index: Index) -> OpsValue:
-        value = load(index)
-        quantized = exact.act_quant(value, *scales(index), target)
-        is_quantized = ops.lt(ops.index_expr(index[-1], I32), exact.i32(features))
+        value, column = load(index), index[-1]
+        scale, inverse = (
+            _per_column(power, column, group, target)
+            for power in exact.pow2_scale(amax(index), ACT_QUANT_AMAX_MIN, exponents)
+        )
+        quantized = exact.act_quant(value, scale, inverse, target)
+        is_quantized = ops.lt(ops.index_expr(column, I32), exact.i32(features))
         return ops.to_dtype(ops.where(is_quantized, quantized, value), dtype, src_dtype=F32)
 
     return _rows_like(x, inner)
@@ -211,23 +189,25 @@ def _act_quant(x: TensorBox, features: int, block: int = 64) -> TensorBox:
 
 def _store(rows: TensorBox, slots: TensorBox, data: TensorBox, scale: TensorBox, fmt: str) -> None:
     row_format, target = get_format(fmt), Target.of(rows.get_device_or_error())
-    load, width = _row_loader(rows), rows.get_size()[1]
+    load, width, group = _row_loader(rows), rows.get_size()[1], row_format.block
     element: Element
+    if row_format.quantized:
+        amax = _block_maxima(rows, load, width, group, target)
     if row_format.rule == "pow2":
         exponents = (SCALE_EXPONENT_MIN, SCALE_EXPONENT_MAX)
-        scales = _block_scales(rows, load, width, row_format.block, 0.0, exponents, target)
 
         def element(index: Index) -> tuple[OpsValue, OpsValue]:
-            block_scale, inverse = scales(index)
+            block_scale, inverse = exact.pow2_scale(amax(index), 0.0, exponents)
+            inverse = _per_column(inverse, index[-1], group, target)
             codes = exact.e4m3_codes(ops.mul(load(index), inverse), target)
             return codes, exact.encode_scale(block_scale, row_format)
 
     elif row_format.rule == "amax":
-        amax = _block_maxima(rows, load, width, row_format.block, target)
 
         def element(index: Index) -> tuple[OpsValue, OpsValue]:
             held = exact.amax_scale(amax(index), row_format, target)
-            codes = exact.e4m3_codes(exact.quotient(load(index), held, target), target)
+            divisor = _per_column(held, index[-1], group, target)
+            codes = exact.e4m3_codes(exact.quotient(load(index), divisor, target), target)
             return codes, exact.encode_scale(held, row_format)
 
     else:
@@ -255,22 +235,19 @@ def _scatter_rows(
     def scatter(
         pool: TensorBox, value: Loader, column: Callable[[sympy.Expr], sympy.Expr], group: int
     ) -> None:
-        """Write columns that are multiples of ``group`` of live rows into the pool's own buffer."""
+        """Write a value per ``group`` of columns of live rows into the pool's own buffer."""
 
         def output_index(index: Index) -> list[sympy.Expr]:
-            slot = ops.to_dtype(slot_load([index[0]]), torch.int64)
+            token = block.group_index(index[0], group)
+            slot = ops.to_dtype(slot_load([_indirect(token, rows.get_size()[0])]), torch.int64)
             live = ops.and_(
                 ops.ge(slot, ops.constant(0, torch.int64)),
                 ops.lt(slot, ops.index_expr(n_slots, torch.int64)),
             )
-            if group > 1:
-                offset = ops.index_expr(ModularIndexing(index[1], 1, group), I32)
-                live = ops.and_(live, ops.eq(offset, exact.i32(0)))
             # Relative to the token: an index that does not name every loop variable is broadcast,
             # and loses its mask.
-            relative = ops.sub(slot, ops.index_expr(index[0], torch.int64))
-            guarded = block.guard(relative, live)
-            row = ops.indirect_indexing(guarded, n_slots, check=False, wrap_neg=False)
+            relative = ops.sub(slot, ops.to_dtype(token, torch.int64))
+            row = _indirect(block.guard(relative, live, group), n_slots)
             return [row + index[0], column(index[1])]
 
         pool.realize()

@@ -52,8 +52,8 @@ def test_golden_store_chain(store_code):
         summary(store_code),
         """\
 triton_per
-  store [r0_1 + 512*tmp47 + 512*x0] where tmp44 & xmask
-  store [16*tmp88 + 16*x0 + (r0_1 // 32)] where tmp87 & xmask
+  store [r0_1 + 512*tmp82 + 512*x0] where tmp79 & xmask
+  store [tmp109 + 16*tmp108 + 16*xindex] where tmp79 & xmask
   casts: float8e4nv
   exact arithmetic: cvt.rn.bf16x2, mul.rn
 buffers []""",
@@ -84,8 +84,8 @@ triton_per
   casts: 
   exact arithmetic: 
 triton_per
-  store [r0_1 + 512*tmp46 + 512*x0] where tmp43 & xmask
-  store [16*tmp87 + 16*x0 + (r0_1 // 32)] where tmp86 & xmask
+  store [r0_1 + 512*tmp81 + 512*x0] where tmp78 & xmask
+  store [tmp108 + 16*tmp107 + 16*xindex] where tmp78 & xmask
   casts: float8e4nv
   exact arithmetic: cvt.rn.bf16x2, mul.rn
 buffers [32768]""",
