@@ -161,7 +161,7 @@ def _dense_shape(*_: Any) -> Any:
 
 def _group_shape(group: int) -> tuple[str, ...]:
     *outer, inner = V.kernel.dense_size_list()
-    return (*outer, f"{inner} // {group}")
+    return (*outer, f"{inner} // {group}" if group > 1 else inner)
 
 
 def _amax_shape(value: Any, column: Any, group: int) -> Any:

@@ -82,6 +82,13 @@ def _rows_like(x: TensorBox, inner_fn: Loader) -> TensorBox:
     )
 
 
+def _group_loader(x: TensorBox) -> Loader:
+    """A loader whose index may come from :func:`block.group_index`."""
+    # What computes x could mask or check elements in the shape of the whole tile.
+    x.realize()
+    return x.make_loader()
+
+
 def _indirect(index: OpsValue, size: sympy.Expr) -> sympy.Expr:
     """``index``, known to be in range, for a loader."""
     return ops.indirect_indexing(index, size, check=False, wrap_neg=False)
@@ -96,12 +103,13 @@ def _pairs_are_neighbours(x: TensorBox, first: sympy.Expr) -> bool:
 
 
 def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -> TensorBox:
-    load, cos_load, sin_load = _row_loader(x), cos.make_loader(), sin.make_loader()
-    target = Target.of(x.get_device_or_error())
+    load, target = _row_loader(x), Target.of(x.get_device_or_error())
     product = block.mul_rn if target.triton else ops.mul
     first = x.get_size()[-1] - 2 * cos.get_size()[1]
     dtype = x.get_dtype()
     in_registers = target.triton and _pairs_are_neighbours(x, first)
+    angle_loader = _group_loader if in_registers else TensorBox.make_loader
+    cos_load, sin_load = angle_loader(cos), angle_loader(sin)
 
     def rotated_pair(index: Index, own: OpsValue) -> OpsValue:
         positions = zip((index[0], FloorDiv(index[-1] - first, 2)), cos.get_size(), strict=True)
@@ -230,7 +238,7 @@ def _scatter_rows(
     element: Element,
 ) -> None:
     """Two masked scatters over [tokens, head_dim] that the scheduler fuses into one kernel."""
-    slot_load, n_slots = slots.make_loader(), data.get_size()[0]
+    slot_load, n_slots = _group_loader(slots), data.get_size()[0]
 
     def scatter(
         pool: TensorBox, value: Loader, column: Callable[[sympy.Expr], sympy.Expr], group: int

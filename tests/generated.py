@@ -66,7 +66,8 @@ class GeneratedKernel:
         """Run over CPU tensors; to be called inside ``interpreter.interpreted()``."""
         # The interpreter knows neither inline assembly nor libdevice; numpy contracts nothing.
         source = re.sub(
-            r"tl\.inline_asm_elementwise\('mul\.rn\.f32 [^']*', '=f,f,f', \[([\w\[\]]+), (\w+)\][^)]*\)",
+            r"tl\.inline_asm_elementwise\('mul\.rn\.f32 [^']*', '=f,f,f', "
+            r"\[([\w\[\]]+), (\w+)\][^)]*\)",
             r"(\1 * \2)",
             self.source,
         )
