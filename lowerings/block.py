@@ -36,8 +36,8 @@ PREFIX = "fp8kv_"
 """Keeps our ``ops`` names apart from Inductor's."""
 
 
-MANY_ROWS = 1024
-"""Rows from which on Inductor gives a persistent reduction one warp instead of several."""
+FEW_ROWS = 512
+"""Up to here Inductor gives a row of a persistent reduction several warps, beyond it one."""
 
 OpsValue = Any
 """A value inside an ``inner_fn``: an OpsWrapper while tracing, a variable while printing."""
@@ -312,7 +312,10 @@ class _GroupAxis:
         symbols = _in_roots(expression).free_symbols
         trees = [tree for tree in self.trees if tree.symbol() in symbols]
         expression = self.along(expression)
-        index = self.variable(V.kernel.index_to_str(expression), torch.int32, trees)
+        code = V.kernel.index_to_str(expression)
+        if not trees:
+            code = f"tl.full({[1] * len(self.sizes)}, {code}, tl.int32)"
+        index = self.variable(code, torch.int32, trees)
         index.mask_vars = self.masks(trees)
         if not expression.is_nonnegative:
             index.mask_vars.add(str(self.variable(f"{index} >= 0", torch.bool, trees)))
@@ -330,7 +333,7 @@ def _early_buffer() -> Any:
     """
     kernel = V.kernel
     rows = sympy_product(tree.numel for tree in kernel.range_trees if not tree.is_reduction)
-    few = V.graph.sizevars.optimization_hint(rows, fallback=MANY_ROWS) < MANY_ROWS
+    few = V.graph.sizevars.optimization_hint(rows, fallback=FEW_ROWS + 1) <= FEW_ROWS
     return kernel.body if kernel.persistent_reduction and few else kernel.loads
 
 
@@ -347,7 +350,11 @@ def _early_variables() -> dict[str, Any]:
 
 def _load_buffer(default: Callable[[Any], Any], indexing: Any) -> Any:
     """A kernel's ``get_load_buffer``, which finds the buffer of loads by group."""
-    names = map(str, (*indexing.index.free_symbols, *indexing.mask_vars))
+    symbols = indexing.index.free_symbols
+    if not symbols:
+        # The group index of a single row.
+        return _early_buffer()
+    names = map(str, (*symbols, *indexing.mask_vars))
     buffers = [_early_variables().get(name) for name in names if name.startswith("tmp")]
     if buffers and buffers[0] and all(buffer is buffers[0] for buffer in buffers):
         return buffers[0]
@@ -375,8 +382,10 @@ def _print_rotate_pairs(value: Any, column: Any, cos: Any, sin: Any, inverse: bo
 
 def _index_argument(position: int) -> sympy.Expr:
     """The index expression behind an argument of the ``ops`` call being printed."""
-    name = V.interpreter.current_node.args[position].args[1].args[0]
-    return V.interpreter.submodules["get_index"](name)
+    expression = V.interpreter.current_node.args[position].args[1]
+    if isinstance(expression, int):
+        return sympy.Integer(expression)
+    return V.interpreter.submodules["get_index"](expression.args[0])
 
 
 def column_expression() -> sympy.Expr:
