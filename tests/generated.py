@@ -32,6 +32,11 @@ def _rsqrt(x):
     return 1.0 / tl.sqrt(x)
 
 
+@triton.jit
+def _exp(x):
+    return tl.exp(x)
+
+
 class GeneratedKernel:
     """One kernel of a ``CudaSource``, without Inductor's launcher.
 
@@ -77,7 +82,7 @@ class GeneratedKernel:
             source,
         )
         module = _load(f"{self.name}_interpreted", source, self.folder)
-        module.libdevice = SimpleNamespace(rsqrt=_rsqrt)
+        module.libdevice = SimpleNamespace(rsqrt=_rsqrt, exp=_exp)
         getattr(module, self.name)[grid](*args, **constants)
 
     def arguments(self, *tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> list[Any]:
