@@ -205,17 +205,23 @@ def _store_groups(
     group: int,
     name: str,
     index: sympy.Expr,
-    *rest: Any,
-    **kwargs: Any,
+    value: Any,
+    mode: str | None = None,
 ) -> None:
     """A kernel's ``store``, which prints those through ``guarded`` once per group of columns."""
     if str(guarded) not in map(str, index.free_symbols):
-        return store(name, index, *rest, **kwargs)
-    kernel = V.kernel
-    groups = _GroupAxis(group)
+        return store(name, index, value, mode)
+    kernel, groups = V.kernel, _GroupAxis(group)
+    dense = kernel.dense_size_list()
+    if str(guarded.shape[-1]) == dense[-1]:
+        # The index was computed for every column; the first one of a group stores.
+        guarded.mask_vars.add(f"({groups.tree.name} % {group} == 0)")
+        code = _spread(value, [*_group_shape(group), str(group)], dense)
+        value = kernel.cse.generate(kernel.compute, code, dtype=value.dtype, shape=tuple(dense))
+        return store(name, index, value, mode)
     masks = OrderedSet([*guarded.mask_vars, *groups.masks(groups.trees)])
     address = f"{kernel.args.output(name)} + ({kernel.index_to_str(groups.along(index))})"
-    line = f"tl.store({address}, {rest[0]}, {' & '.join(masks) or None})"
+    line = f"tl.store({address}, {value}, {' & '.join(masks) or None})"
     kernel.stores.writeline(DeferredLine(name, line))
 
 
@@ -259,9 +265,14 @@ def _print_block_amax(value: Any, column: Any, group: int) -> str:
 
 
 def _print_spread(value: Any, column: Any, group: int) -> str:
-    groups = _Groups(group)
-    expanded = f"tl.expand_dims({value}, {len(groups.shape)})"
-    return f"tl.reshape(tl.broadcast_to({expanded}, [{groups.grouped}]), [{groups.full}])"
+    shape = _Groups(group).shape
+    return _spread(value, [*_group_shape(group), str(group)], shape)
+
+
+def _spread(value: Any, grouped: list[str], dense: list[str]) -> str:
+    expanded = f"tl.expand_dims({value}, {len(dense)})"
+    repeated = f"tl.broadcast_to({expanded}, [{', '.join(grouped)}])"
+    return f"tl.reshape({repeated}, [{', '.join(dense)}])"
 
 
 class _GroupAxis:

@@ -82,10 +82,22 @@ def _rows_like(x: TensorBox, inner_fn: Loader) -> TensorBox:
     )
 
 
+WHOLE_TILE_OPS = {"masked", "index_expr", "indirect_indexing", "check_bounds"}
+"""What Inductor prints in the shape of the whole tile, even in front of an index by group."""
+
+
+def _is_realized(x: TensorBox) -> bool:
+    return isinstance(getattr(x.data, "data", None), ir.Buffer)
+
+
 def _group_loader(x: TensorBox) -> Loader:
     """A loader whose index may come from :func:`block.group_index`."""
-    # What computes x could mask or check elements in the shape of the whole tile.
-    x.realize()
+    loops = getattr(x.data, "data", None)
+    fits = isinstance(loops, ir.Pointwise) and not (
+        WHOLE_TILE_OPS & set(loops.inner_fn_opcount().used_ops)
+    )
+    if not fits:
+        x.realize()
     return x.make_loader()
 
 
@@ -238,7 +250,8 @@ def _scatter_rows(
     element: Element,
 ) -> None:
     """Two masked scatters over [tokens, head_dim] that the scheduler fuses into one kernel."""
-    slot_load, n_slots = _group_loader(slots), data.get_size()[0]
+    slot_load, n_slots = slots.make_loader(), data.get_size()[0]
+    by_group = _is_realized(slots)
 
     def scatter(
         pool: TensorBox, value: Loader, column: Callable[[sympy.Expr], sympy.Expr], group: int
@@ -246,8 +259,12 @@ def _scatter_rows(
         """Write a value per ``group`` of columns of live rows into the pool's own buffer."""
 
         def output_index(index: Index) -> list[sympy.Expr]:
-            token = block.group_index(index[0], group)
-            slot = ops.to_dtype(slot_load([_indirect(token, rows.get_size()[0])]), torch.int64)
+            if by_group:
+                token = block.group_index(index[0], group)
+                at = _indirect(token, rows.get_size()[0])
+            else:
+                token, at = ops.index_expr(index[0], torch.int64), index[0]
+            slot = ops.to_dtype(slot_load([at]), torch.int64)
             live = ops.and_(
                 ops.ge(slot, ops.constant(0, torch.int64)),
                 ops.lt(slot, ops.index_expr(n_slots, torch.int64)),

@@ -15,6 +15,7 @@ from fp8kv_inductor.chains import (
     compressor_chain,
     compressor_inputs,
     q_chain,
+    rms_norm,
     store_chain,
     store_inputs,
 )
@@ -131,6 +132,36 @@ def test_kv_rows_may_be_a_slice_of_a_fused_projection():
     _, *rest = store_inputs(TOKENS, "fp8_e4m3")
     code = cuda_source(fused, (torch.randn(TOKENS, 1536).bfloat16(), *rest))
     assert len(code.kernels) == 1
+
+
+@pytest.mark.parametrize("behind_a_norm", [True, False])
+def test_slots_may_be_computed_in_the_kernel(behind_a_norm, tmp_path):
+    rows, _, _, _, slots, pool = store_inputs(TOKENS, "fp8_e4m3")
+    table = torch.randperm(N_SLOTS)[:TOKENS]
+
+    def looked_up(rows, slots, table, pool):
+        rows = rms_norm(rows) if behind_a_norm else rows
+        store(rows, torch.where(slots < 9, -1, table[slots] + 1), pool)
+
+    code = cuda_source(looked_up, (rows, slots, table, pool))
+    ((name, source),) = code.kernels.items()
+    kernel = GeneratedKernel(name, source, tmp_path)
+    tensors = rows, slots, table, pool.data, pool.scale
+    arguments = kernel.arguments(
+        *tensors, sizes=(TOKENS, 512) if behind_a_norm else (TOKENS * 512,)
+    )
+    kernel.compile(90, XBLOCK=2 if behind_a_norm else 1024)
+    eager = Pool.empty(pool.n_slots, 512, "fp8_e4m3")
+    looked_up(rows, slots, table, eager)
+    with interpreted():
+        if behind_a_norm:
+            kernel.interpret((TOKENS // 2,), *arguments, XBLOCK=2)
+        else:
+            kernel.interpret((TOKENS,), *arguments, XBLOCK=512)
+    written = table[slots[9:]] + 1
+    for left, right in zip(pool_bytes(eager), pool_bytes(pool), strict=True):
+        assert (left[written] == right[written]).float().mean() > 0.99
+        assert right.any(1).sum() == TOKENS - 9
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
