@@ -146,18 +146,19 @@ def test_slots_may_be_computed_in_the_kernel(behind_a_norm, tmp_path):
     code = cuda_source(looked_up, (rows, slots, table, pool))
     ((name, source),) = code.kernels.items()
     kernel = GeneratedKernel(name, source, tmp_path)
+    if "YBLOCK" in source:
+        sizes, grid, blocks = (TOKENS, 512), (1, TOKENS), {"XBLOCK": 512, "YBLOCK": 1}
+    elif behind_a_norm:
+        sizes, grid, blocks = (TOKENS, 512), (TOKENS // 2,), {"XBLOCK": 2}
+    else:
+        sizes, grid, blocks = (TOKENS * 512,), (TOKENS,), {"XBLOCK": 512}
     tensors = rows, slots, table, pool.data, pool.scale
-    arguments = kernel.arguments(
-        *tensors, sizes=(TOKENS, 512) if behind_a_norm else (TOKENS * 512,)
-    )
-    kernel.compile(90, XBLOCK=2 if behind_a_norm else 1024)
+    arguments = kernel.arguments(*tensors, sizes=sizes)
+    kernel.compile(90, **blocks)
     eager = Pool.empty(pool.n_slots, 512, "fp8_e4m3")
     looked_up(rows, slots, table, eager)
     with interpreted():
-        if behind_a_norm:
-            kernel.interpret((TOKENS // 2,), *arguments, XBLOCK=2)
-        else:
-            kernel.interpret((TOKENS,), *arguments, XBLOCK=512)
+        kernel.interpret(grid, *arguments, **blocks)
     written = table[slots[9:]] + 1
     for left, right in zip(pool_bytes(eager), pool_bytes(pool), strict=True):
         assert (left[written] == right[written]).float().mean() > 0.99
