@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -84,7 +85,7 @@ def test_another_projects_pass_stays():
         register()
         ours = config.post_grad_custom_pre_pass
         assert isinstance(ours, cache_key.SourceKey) and ours.earlier is other
-        ours(None)
+        ours(torch.fx.Graph())
         assert other.runs == 1
         assert ours.uuid()[1] == "other"
     with config.patch(post_grad_custom_pre_pass=[other]):
