@@ -144,6 +144,13 @@ def _register(
     shape: Callable[..., Any],
     in_groups: bool = False,
 ) -> None:
+    """Teach Inductor one primitive.
+
+    Args:
+        name: without prefix.
+        printer, dtype, shape: its handlers.
+        in_groups: whether it needs whole rows in the tile, so that the scheduler's rules apply.
+    """
     name = PREFIX + name
     if in_groups:
         GROUP_OPS.add(name)

@@ -136,8 +136,10 @@ def _indirect(index: OpsValue, size: sympy.Expr) -> sympy.Expr:
 
 
 def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -> TensorBox:
-    target, in_tile = Target.of(x.get_device_or_error()), _in_tile(x, 2)
-    load, dtype = _row_loader(x, in_tile), x.get_dtype()
+    target, dtype = Target.of(x.get_device_or_error()), x.get_dtype()
+    # The load of a lone angle has no index, and the shape of the whole tile.
+    in_tile = _in_tile(x, 2) and cos.get_numel() != 1
+    load = _row_loader(x, in_tile)
     product = block.mul_rn if target.triton else ops.mul
     first = x.get_size()[-1] - 2 * cos.get_size()[1]
     angle_loader = _group_loader if in_tile else TensorBox.make_loader

@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from interpreter import relocated
+from interpreter import relocated, whole_storage
 from nasty import BF16_SPECIALS, pool_bytes, same
 from torch import Tensor
 
 from fp8kv_inductor import FORMATS, Pool, act_quant, rope, store
 
 N_SLOTS = 307
+MARGIN = 320
+"""Rows of memory in front of a pool and behind it; a multiple that keeps the pool aligned."""
+
 CHAINS = (
     ("rope",),
     ("act_quant",),
@@ -91,6 +94,18 @@ LAYOUTS: dict[str, Callable[..., Tensor]] = {
 }
 """Strides of `x`, from a function that makes contiguous rows of a shape."""
 
+
+def looked_up(table: Tensor) -> Tensor:
+    return table[torch.arange(table.shape[0], device=table.device) // 2]
+
+
+INDICES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "given": (lambda slots: slots, lambda table: table),
+    "computed": (lambda slots: torch.where(slots < 7, slots - N_SLOTS, slots - 1), torch.neg),
+    "looked up": (lambda slots: slots.flip(0), looked_up),
+}
+"""What the graph makes of slots, and of cos and sin."""
+
 SIZES = ("static", "dynamic tokens", "dynamic")
 
 
@@ -118,6 +133,7 @@ class Case:
     pairs: int = 16
     inverse: bool = False
     fmt: str = "fp8_e4m3"
+    indices: str = "given"
     slot_dtype: torch.dtype = torch.int64
     sizes: str = "static"
 
@@ -133,7 +149,7 @@ class Case:
         if self.sizes == "dynamic tokens" and self.tokens > 1:
             for tensor in tensors:
                 torch._dynamo.mark_dynamic(tensor, 0)
-        return *tensors, Pool.empty(N_SLOTS, self.width, self.fmt, device)
+        return *tensors, pool_between_margins(N_SLOTS, self.width, self.fmt, device)
 
     @property
     def dynamic(self) -> bool | None:
@@ -152,6 +168,8 @@ class Case:
         return BEHINDS[self.behind](x, self.rows(front, *rest))
 
     def rows(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pool: Pool) -> Tensor:
+        of_slots, of_angles = INDICES[self.indices]
+        slots, cos, sin = of_slots(slots), of_angles(cos), of_angles(sin)
         for op in self.chain:
             if op == "rope":
                 x = rope(x, cos, sin, self.inverse)
@@ -160,6 +178,21 @@ class Case:
             else:
                 store(x.flatten(0, -2), slots.flatten(), pool)
         return x
+
+
+def pool_between_margins(n_slots: int, width: int, fmt: str, device: str = "cpu") -> Pool:
+    """Rows of zeros in the middle of a larger pool."""
+    memory = Pool.empty(MARGIN + n_slots + MARGIN, width, fmt, device)
+    data, scale = (part[MARGIN : MARGIN + n_slots] for part in (memory.data, memory.scale))
+    return Pool(data, scale, memory.format)
+
+
+def margins_are_empty(pool: Pool) -> bool:
+    """Whether nothing but rows of a :func:`pool_between_margins` was written."""
+    return all(
+        whole_storage(part).count_nonzero() == part.flatten().view(torch.uint8).count_nonzero()
+        for part in (pool.data, pool.scale)
+    )
 
 
 def nasty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -194,6 +227,7 @@ def cases(draw: st.DrawFn) -> Case:
         pairs=draw(st.integers(1, width // 2)),
         inverse=pick(False, True),
         fmt=pick(*FORMATS),
+        indices=pick(*INDICES),
         slot_dtype=pick(torch.int64, torch.int32),
         sizes=pick(*SIZES),
     )
@@ -207,6 +241,7 @@ def check_bytes(
     normed, *got = relocated(flattened(run(case.graph, inputs)), "cpu")
     want = flattened(case.expected(normed, *eager_inputs))
     assert all(map(same, got, want)) and len(got) == len(want)
+    assert margins_are_empty(inputs[-1])
     pools = copy.deepcopy(inputs[-1]).cpu(), eager_inputs[-1]
     assert all(map(torch.equal, *map(pool_bytes, pools)))
 

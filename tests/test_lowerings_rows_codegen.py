@@ -1,6 +1,7 @@
 """The CUDA code of row chains, without a GPU: kernels, buffers, casts, cubins, bytes."""
 
 import re
+from collections import defaultdict
 
 import expecttest
 import pytest
@@ -8,7 +9,8 @@ import torch
 from generated import ARCHITECTURES, GeneratedKernel
 from interpreted_graph import interpreted_graph
 from interpreter import interpreted
-from nasty import nasty_rows, pool_bytes, row_ops, same
+from nasty import BF16_SPECIALS, nasty_rows, pool_bytes, row_ops, same
+from row_cases import margins_are_empty, pool_between_margins
 from torch._inductor.ir import TensorBox
 
 from fp8kv_inductor import Pool, act_quant, register, rope, store
@@ -75,6 +77,15 @@ triton_per
   exact arithmetic: cvt.rn.bf16x2, mul.rn
 buffers [2097152]""",
     )
+
+
+def test_q_chain_is_one_kernel_for_dynamic_shapes():
+    """Even the heads' width, which becomes a constant."""
+    register()
+    inputs = (torch.randn(TOKENS, 8, 512).bfloat16(), *angles(TOKENS))
+    code = cuda_source(q_chain, inputs, dynamic=True)
+    ((name, source),) = code.kernels.items()
+    assert name.startswith("triton_per") and "r0_numel = 512" in source
 
 
 def test_golden_compressor_chain():
@@ -307,23 +318,32 @@ def test_loops_that_are_reordered_are_refused(monkeypatch, group):
         cuda_source(lambda *args: graph(*args).t().contiguous(), inputs)
 
 
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("front", [rms_norm, torch.neg])
 @pytest.mark.parametrize("width", [32, 512])
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_skipped_rows_write_nothing(tokens, width):
+@pytest.mark.parametrize("beyond", [[-1], [N_SLOTS], [-1, N_SLOTS]])
+def test_rows_without_a_slot_write_nothing(beyond, width, front, computed):
     """A store's mask also holds for a single token and for a single scale per row."""
 
     def graph(x, slots, pool):
-        store(rms_norm(x), slots, pool)
+        store(front(x), torch.where(slots < 9, slots, slots + 1) if computed else slots, pool)
 
-    memory = Pool.empty(3 * N_SLOTS, width, "fp8_e4m3")
-    pool = Pool(
-        *(part[N_SLOTS : 2 * N_SLOTS] for part in (memory.data, memory.scale)), memory.format
-    )
-    beyond = torch.tensor([-1, N_SLOTS])[:tokens]
-    interpreted_graph(graph, (torch.randn(tokens, width).bfloat16(), beyond, pool))
-    assert not memory.data.any() and not memory.scale.any()
-    interpreted_graph(graph, (torch.randn(tokens, width).bfloat16(), beyond * 0 + 7, pool))
-    assert pool.data[7].any() and int(memory.scale.count_nonzero()) == width // 32
+    rows = torch.randn(len(beyond), width).bfloat16()
+    pool = pool_between_margins(N_SLOTS, width, "fp8_e4m3")
+    interpreted_graph(graph, (rows, torch.tensor(beyond), pool))
+    assert not any(part.any() for part in pool_bytes(pool)) and margins_are_empty(pool)
+    interpreted_graph(graph, (rows, torch.tensor([7, *beyond[1:]]), pool))
+    assert margins_are_empty(pool)
+    assert pool.scale[7].count_nonzero() == pool.scale.count_nonzero() == width // 32
+
+
+def test_a_dropped_mask_would_be_seen(monkeypatch):
+    """Positive control of ``margins_are_empty``."""
+    monkeypatch.setattr("fp8kv_inductor.lowerings.block._guards", lambda _: defaultdict(list))
+    pool = pool_between_margins(N_SLOTS, 512, "fp8_e4m3")
+    args = torch.randn(1, 512).bfloat16(), torch.tensor([-1]), pool
+    interpreted_graph(lambda x, slots, pool: store(rms_norm(x), slots, pool), args)
+    assert not margins_are_empty(pool)
 
 
 def test_a_copied_pool_would_be_seen():
@@ -339,12 +359,18 @@ def test_a_copied_pool_would_be_seen():
     assert pool_copies(code.wrapper, pool.data)
 
 
-def test_zeros_keep_their_signs_through_the_rope():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_pairs_of_special_values_are_rotated_like_in_eager_mode(inverse, dtype):
+    """Signs of zero included, whichever product is subtracted; the first columns stay."""
     register()
-    rows, (cos, sin) = torch.zeros(4, 512).copysign(torch.randn(4, 512)).bfloat16(), angles(4)
-    for inverse in (False, True):
-        args = (rows, cos, sin.copysign(torch.randn(4, 32)), inverse)
-        assert same(interpreted_graph(rope, args), rope(*args))
+    values = torch.tensor([*BF16_SPECIALS, 1.5, -2.0])
+    pairs = torch.cartesian_prod(values, values).flatten()
+    turns = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.6])
+    cos, sin = torch.cartesian_prod(turns, turns).T[..., None].expand(2, -1, len(pairs) // 2)
+    rows = torch.cat([values, values[:3], pairs]).expand(len(cos), 256).to(dtype)
+    args = (rows, cos, sin, inverse)
+    assert same(interpreted_graph(rope, args), rope(*args))
 
 
 def test_three_dimensional_rows_with_user_code_around():
