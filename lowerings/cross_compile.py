@@ -24,6 +24,7 @@ from torch._dynamo.utils import detect_fake_mode
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
@@ -250,8 +251,12 @@ def _cuda_stand_in(capability: int) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(triton.runtime.driver, "_active", _Driver(capability))
         )
-        triton_probe.has_triton.cache_clear()
-        stack.callback(triton_probe.has_triton.cache_clear)
+        for cache_clear in (
+            triton_probe.has_triton.cache_clear,
+            DeviceProperties.create.cache_clear,
+        ):
+            cache_clear()
+            stack.callback(cache_clear)
         yield
 
 
