@@ -2,8 +2,9 @@
 
 ``block_amax``   a reduction inside the tile that stays pointwise in the IR, so that the scheduler
                  fuses a row norm with everything behind it into one kernel
-``block_pow2``   a power of two from a block maximum, computed once per block
-``swap_pairs``   the other element of a pair, from a neighbouring register
+``spread``       a value per block, repeated for its columns
+``group_index``  an index with one element per group of columns, for what is loaded or stored once
+``rotate_pairs`` pairs of neighbouring columns, rotated in registers
 ``round_bf16``   rounding to bf16 that is kept, two elements per instruction
 ``guard``        an index whose stores are masked: other lanes write nothing
 ``mul_rn``,      fp32 arithmetic that no later compiler stage contracts or approximates
@@ -15,40 +16,46 @@ through; the dtype and shape handlers say what comes out; ``TritonOverrides`` pr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
 import torch
-from torch._inductor.codegen.triton import TritonOverrides
+from torch._inductor.codegen.common import DeferredLine
+from torch._inductor.codegen.triton import IndexingOptions, TritonKernel, TritonOverrides
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.shape_propagation import ShapePropagationOpsHandler, get_broadcasted_shape
+from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V, ops
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.value_ranges import ValueRanges
-
-from fp8kv_inductor.formats import E4M3_MAX
-from fp8kv_inductor.numerics import FP32_BIAS, FP32_MANTISSA_BITS, ceil_log2_offsets
 
 PREFIX = "fp8kv_"
 """Keeps our ``ops`` names apart from Inductor's."""
 
+GROUP_OPS: set[str] = set()
+"""Names of the primitives that need groups of columns as runs of the innermost tile axis."""
+
+FEW_ROWS = 512
+"""Up to here Inductor gives a row of a persistent reduction several warps, beyond it one."""
 
 OpsValue = Any
 """A value inside an ``inner_fn``: an OpsWrapper while tracing, a variable while printing."""
 
 
 class RowLayoutError(RuntimeError):
-    """The scheduler chose a tile in which a block of a row is not a run of the innermost axis."""
+    """A group of a row's columns is not a run of the innermost axis of the tile being printed."""
 
 
 def block_amax(value: OpsValue, column: sympy.Expr, group: int) -> OpsValue:
-    """Maximum of ``value`` over its aligned group of ``group`` columns, repeated for each column.
+    """Maximum of ``value`` over each aligned group of columns; one element per group.
 
     Args:
-        value: non-negative fp32, one element of a row.
+        value: non-negative fp32, one element of a row. NaN does not count.
         column: index expression of the element within its row.
-        group: a power of two that divides the row's blocks.
+        group: columns per group, a power of two that divides the row's blocks.
 
     Raises:
         RowLayoutError: while printing, if the columns are not the innermost tile axis.
@@ -56,30 +63,40 @@ def block_amax(value: OpsValue, column: sympy.Expr, group: int) -> OpsValue:
     return getattr(ops, PREFIX + "block_amax")(value, ops.index_expr(column, torch.int32), group)
 
 
-def block_pow2(
-    value: OpsValue,
-    column: sympy.Expr,
-    group: int,
-    minimum: float,
-    exponents: tuple[int, int],
-    sign: int,
-) -> OpsValue:
-    """2^(sign * e) for each column, e = ceil(log2(max(amax, minimum) / 448)) within ``exponents``.
+def spread(value: OpsValue, column: sympy.Expr, group: int) -> OpsValue:
+    """An fp32 value per group of columns, repeated for each column.
 
     Args:
-        value, column, group: as for :func:`block_amax`, which gives amax.
-        minimum: least maximum.
-        exponents: bounds of e.
-        sign: 1 for the block scale, -1 for its inverse.
+        value: computed from :func:`block_amax`.
+        column, group: as there.
     """
-    return getattr(ops, PREFIX + "block_pow2")(
-        value, ops.index_expr(column, torch.int32), group, minimum, *exponents, sign
+    return getattr(ops, PREFIX + "spread")(value, ops.index_expr(column, torch.int32), group)
+
+
+def group_index(position: sympy.Expr, group: int) -> OpsValue:
+    """``position`` of each group of columns; loads happen where it is not negative.
+
+    Args:
+        position: index expression that is the same for all columns of a group.
+        group: columns per group, a power of two.
+    """
+    return getattr(ops, PREFIX + "group_index")(ops.index_expr(position, torch.int32), group)
+
+
+def rotate_pairs(
+    value: OpsValue, column: sympy.Expr, cos: OpsValue, sin: OpsValue, inverse: bool
+) -> OpsValue:
+    """Each aligned pair of columns, rotated by its angle; every operation rounds to fp32.
+
+    Args:
+        value: fp32, one element of a row.
+        column: index expression of the element within its row.
+        cos, sin: one element per pair, loaded through :func:`group_index`.
+        inverse: rotate by the negative angle.
+    """
+    return getattr(ops, PREFIX + "rotate_pairs")(
+        value, ops.index_expr(column, torch.int32), cos, sin, inverse
     )
-
-
-def swap_pairs(value: OpsValue, column: sympy.Expr) -> OpsValue:
-    """The value of the other column of each aligned pair of columns."""
-    return getattr(ops, PREFIX + "swap_pairs")(value, ops.index_expr(column, torch.int32))
 
 
 def round_bf16(value: OpsValue) -> OpsValue:
@@ -87,9 +104,14 @@ def round_bf16(value: OpsValue) -> OpsValue:
     return getattr(ops, PREFIX + "round_bf16")(value)
 
 
-def guard(index: OpsValue, mask: OpsValue) -> OpsValue:
-    """``index`` as int64, such that a store through it happens only where ``mask`` holds."""
-    return getattr(ops, PREFIX + "guard")(index, mask)
+def guard(index: OpsValue, mask: OpsValue, group: int = 1) -> OpsValue:
+    """``index`` as int64, such that a store through it happens only where ``mask`` holds.
+
+    Args:
+        index, mask: one element per group of columns.
+        group: columns per group; the value that is stored has one element per group as well.
+    """
+    return getattr(ops, PREFIX + "guard")(index, mask, group)
 
 
 def mul_rn(left: OpsValue, right: OpsValue) -> OpsValue:
@@ -104,13 +126,15 @@ def div_rn(left: OpsValue, right: OpsValue) -> OpsValue:
 
 def register_primitives() -> None:
     """Teach Inductor's handlers these ``ops`` methods. Idempotent."""
-    _register("block_amax", _print_block_amax, _first_dtype, _dense_shape)
-    _register("block_pow2", _print_block_pow2, _first_dtype, _dense_shape)
-    _register("swap_pairs", _print_swap_pairs, _first_dtype, _dense_shape)
+    _register("block_amax", _print_block_amax, _first_dtype, _amax_shape, in_groups=True)
+    _register("spread", _print_spread, _first_dtype, _dense_shape, in_groups=True)
+    _register("group_index", _print_group_index, _first_dtype, _index_shape, in_groups=True)
+    _register("rotate_pairs", _print_rotate_pairs, _first_dtype, _dense_shape, in_groups=True)
     _register("round_bf16", _print_round_bf16, _first_dtype, _first_shape)
     _register("guard", _print_guard, lambda *_: torch.int64, _first_shape)
     _register("mul_rn", _print_mul_rn, _first_dtype, _broadcast_shape)
     _register("div_rn", _print_div_rn, _first_dtype, _broadcast_shape)
+    _keep_guards()
 
 
 def _register(
@@ -118,8 +142,18 @@ def _register(
     printer: Callable[..., Any],
     dtype: Callable[..., torch.dtype],
     shape: Callable[..., Any],
+    in_groups: bool = False,
 ) -> None:
+    """Teach Inductor one primitive.
+
+    Args:
+        name: without prefix.
+        printer, dtype, shape: its handlers.
+        in_groups: whether it needs whole rows in the tile, so that the scheduler's rules apply.
+    """
     name = PREFIX + name
+    if in_groups:
+        GROUP_OPS.add(name)
     setattr(DefaultHandler, name, DefaultHandler._call_default(name))
     setattr(DtypePropagationOpsHandler, name, staticmethod(dtype))
     setattr(ShapePropagationOpsHandler, name, staticmethod(shape))
@@ -138,6 +172,19 @@ def _dense_shape(*_: Any) -> Any:
     return tuple(V.kernel.dense_size_list())
 
 
+def _group_shape(group: int) -> tuple[str, ...]:
+    *outer, inner = V.kernel.dense_size_list()
+    return (*outer, f"{inner} // {group}" if group > 1 else inner)
+
+
+def _amax_shape(value: Any, column: Any, group: int) -> Any:
+    return _group_shape(group)
+
+
+def _index_shape(position: Any, group: int) -> Any:
+    return _group_shape(group)
+
+
 def _broadcast_shape(left: Any, right: Any) -> Any:
     return get_broadcasted_shape(left.shape, right.shape)
 
@@ -154,12 +201,67 @@ def _print_div_rn(left: Any, right: Any) -> str:
     return f"tl.div_rn({left}, {right})"
 
 
-def _print_guard(index: Any, mask: Any) -> Any:
+def _print_guard(index: Any, mask: Any, group: int) -> Any:
     # Not through the CSE: each guard needs a variable of its own to carry its own mask.
-    variable = V.kernel.cse.newvar(ValueRanges.unknown(), torch.int64, index.shape)
-    V.kernel.compute.writeline(f"{variable} = {index}.to(tl.int64)")
-    variable.mask_vars.add(str(mask))
+    kernel = V.kernel
+    variable = kernel.cse.newvar(ValueRanges.unknown(), torch.int64, index.shape)
+    kernel.compute.writeline(f"{variable} = {index}.to(tl.int64)")
+    _guards(kernel)[str(variable)] = [str(mask)]
+    if group > 1:
+        kernel.store = functools.partial(_store_groups, kernel.store, variable, group)
     return variable
+
+
+def _guards(kernel: Any) -> dict[str, list[str]]:
+    """Masks of a kernel's guarded variables, by the variables' names."""
+    return kernel.__dict__.setdefault(PREFIX + "guards", {})
+
+
+@functools.cache
+def _keep_guards() -> None:
+    """Masks of guarded variables reach every store that they index.
+
+    A variable's own masks would not: Inductor drops them where it broadcasts an index that does not
+    name every tile axis, as with a single token or a single scale per row.
+    """
+    kernel_class: Any = TritonKernel
+    original = kernel_class.indexing
+
+    def indexing(self: Any, index: sympy.Expr, **kwargs: Any) -> Any:
+        options = original(self, index, **kwargs)
+        if isinstance(options, IndexingOptions):
+            guards = _guards(self)
+            names = {symbol.name for symbol in index.free_symbols} & guards.keys()
+            options.mask_vars.update(mask for name in sorted(names) for mask in guards[name])
+        return options
+
+    kernel_class.indexing = indexing
+
+
+def _store_groups(
+    store: Callable[..., None],
+    guarded: Any,
+    group: int,
+    name: str,
+    index: sympy.Expr,
+    value: Any,
+    mode: str | None = None,
+) -> None:
+    """A kernel's ``store``, which prints those through ``guarded`` once per group of columns."""
+    if str(guarded) not in map(str, index.free_symbols):
+        return store(name, index, value, mode)
+    kernel, groups = V.kernel, _GroupAxis(group)
+    dense = kernel.dense_size_list()
+    if str(guarded.shape[-1]) == dense[-1]:
+        # The index was computed for every column; the first one of a group stores.
+        _guards(kernel)[str(guarded)].append(f"({groups.tree.name} % {group} == 0)")
+        code = _spread(value, [*_group_shape(group), str(group)], dense)
+        value = kernel.cse.generate(kernel.compute, code, dtype=value.dtype, shape=tuple(dense))
+        return store(name, index, value, mode)
+    masks = OrderedSet([*_guards(kernel)[str(guarded)], *groups.masks(groups.trees)])
+    address = f"{kernel.args.output(name)} + ({kernel.index_to_str(groups.along(index))})"
+    line = f"tl.store({address}, {value}, {' & '.join(masks) or None})"
+    kernel.stores.writeline(DeferredLine(name, line))
 
 
 def _print_round_bf16(value: Any) -> str:
@@ -182,8 +284,7 @@ class _Groups:
             smallest = V.kernel.tma_min_block_sizes
             smallest[inner] = max(group, smallest.get(inner, 1))
         self.full = ", ".join(self.shape)
-        self.grouped = ", ".join([*self.shape[:-1], f"{inner} // {group}", str(group)])
-        self.reduced_shape = (*self.shape[:-1], f"{inner} // {group}", "1")
+        self.grouped = ", ".join([*_group_shape(group), str(group)])
         asserted = V.kernel.__dict__.setdefault(PREFIX + "asserted", set())
         if group not in asserted:
             asserted.add(group)
@@ -195,85 +296,188 @@ class _Groups:
         """``value`` with its columns as `[groups, group]`."""
         return f"tl.reshape(tl.broadcast_to({value}, [{self.full}]), [{self.grouped}])"
 
-    def amax(self, value: Any) -> Any:
-        """A variable with the maximum of each group, `[groups, 1]`."""
-        code = f"tl.max({self.split(value)}, {len(self.shape)}, keep_dims=True)"
-        return self.reduced(code, torch.float32)
-
-    def reduced(self, code: str, dtype: torch.dtype) -> Any:
-        """A variable of shape `[groups, 1]`."""
-        return V.kernel.cse.generate(V.kernel.compute, code, dtype=dtype, shape=self.reduced_shape)
-
-    def spread(self, value: Any) -> str:
-        """A value per group, repeated for every column."""
-        return f"tl.reshape(tl.broadcast_to({value}, [{self.grouped}]), [{self.full}])"
-
 
 def _print_block_amax(value: Any, column: Any, group: int) -> str:
     groups = _Groups(group)
-    return groups.spread(groups.amax(value))
+    # A maximum passes NaN over, unless there is nothing else.
+    return f"tl.maximum(tl.max({groups.split(value)}, {len(groups.shape)}), 0.0)"
 
 
-def _print_block_pow2(
-    value: Any, column: Any, group: int, minimum: float, low: int, high: int, sign: int
-) -> str:
-    groups = _Groups(group)
-    carry, shift = ceil_log2_offsets(E4M3_MAX)
-    amax = groups.amax(value)
-    if minimum > 0:
-        amax = groups.reduced(f"tl.maximum({amax}, {minimum!r})", torch.float32)
-    raw = groups.reduced(
-        f"(({amax}.to(tl.int32, bitcast=True) + {carry}) >> {FP32_MANTISSA_BITS}) - {shift}",
-        torch.int32,
-    )
-    exponent = groups.reduced(f"tl.minimum(tl.maximum({raw}, {low}), {high})", torch.int32)
-    biased = f"{FP32_BIAS} + {exponent}" if sign > 0 else f"{FP32_BIAS} - {exponent}"
-    power = groups.reduced(
-        f"(({biased}) << {FP32_MANTISSA_BITS}).to(tl.float32, bitcast=True)", torch.float32
-    )
-    return groups.spread(power)
+def _print_spread(value: Any, column: Any, group: int) -> str:
+    shape = _Groups(group).shape
+    return _spread(value, [*_group_shape(group), str(group)], shape)
 
 
-def _print_swap_pairs(value: Any, column: Any) -> str:
+def _spread(value: Any, grouped: list[str], dense: list[str]) -> str:
+    expanded = f"tl.expand_dims({value}, {len(dense)})"
+    repeated = f"tl.broadcast_to({expanded}, [{', '.join(grouped)}])"
+    return f"tl.reshape({repeated}, [{', '.join(dense)}])"
+
+
+class _GroupAxis:
+    """The innermost tile axis with one element per group of columns."""
+
+    def __init__(self, group: int) -> None:
+        self.tree, self.group, self.sizes = _innermost(), group, _group_shape(group)
+        trees = V.kernel.active_range_trees()
+        self.trees = [tree for tree in trees if tree.tensor_dim is not None]
+
+    @functools.cached_property
+    def numbers(self) -> Any:
+        """A variable with the number of each group."""
+        tree, group = self.tree, self.group
+        expand = V.kernel.indexing_size_str(tree.tensor_dim)
+        within = f"tl.arange(0, {tree.prefix.upper()}BLOCK // {group}){expand}"
+        return self.variable(f"{tree.prefix}offset // {group} + {within}", torch.int32, [tree])
+
+    def variable(self, code: str, dtype: torch.dtype, trees: Iterable[Any]) -> Any:
+        """A variable that varies along the axes of ``trees``, computed before any load."""
+        dims = {tree.tensor_dim for tree in trees}
+        shape = tuple(size if dim in dims else "1" for dim, size in enumerate(self.sizes))
+        variable = V.kernel.cse.generate(_early_buffer(), code, dtype=dtype, shape=shape)
+        _early_variables()[str(variable)] = _early_buffer()
+        return variable
+
+    def along(self, expression: sympy.Expr) -> sympy.Expr:
+        """An index expression at the first column of each group."""
+        expression, column = _in_roots(expression), self.tree.symbol()
+        if self.group == 1 or column not in expression.free_symbols:
+            return expression
+        number = sympy.Symbol(str(self.numbers), integer=True, nonnegative=True)
+        return expression.xreplace({column: self.group * number})
+
+    def masks(self, trees: Iterable[Any]) -> OrderedSet[str]:
+        """Masks of the elements that exist along the axes of ``trees``."""
+        masks = OrderedSet(f"{tree.prefix}mask" for tree in trees)
+        V.kernel.filter_masks(masks)
+        columns = f"{self.tree.prefix}mask"
+        if self.group > 1 and columns in masks:
+            masks.remove(columns)
+            code = f"{self.group} * {self.numbers} < {self.tree.prefix}numel"
+            masks.add(str(self.variable(code, torch.bool, [self.tree])))
+        return masks
+
+    def index(self, expression: sympy.Expr) -> Any:
+        """A variable with :meth:`along` of an expression, masked where it is negative."""
+        symbols = _in_roots(expression).free_symbols
+        trees = [tree for tree in self.trees if tree.symbol() in symbols]
+        expression = self.along(expression)
+        code = V.kernel.index_to_str(expression)
+        if not trees:
+            code = f"tl.full({[1] * len(self.sizes)}, {code}, tl.int32)"
+        index = self.variable(code, torch.int32, trees)
+        index.mask_vars = self.masks(trees)
+        if not expression.is_nonnegative:
+            index.mask_vars.add(str(self.variable(f"{index} >= 0", torch.bool, trees)))
+        # The masks of an argument have an element per column.
+        index.update_on_args = lambda *_: None
+        return index
+
+
+def _early_buffer() -> Any:
+    """Where loads by group belong: not behind the reduction of the row, as Inductor has it.
+
+    Few rows take as long as the loads that wait for one another, and the assembler lets these wait
+    for those of the row unless a barrier keeps them in front. With many rows, the row's loads
+    should decide the layout of the tile.
+    """
+    kernel = V.kernel
+    rows = sympy_product(tree.numel for tree in kernel.range_trees if not tree.is_reduction)
+    few = V.graph.sizevars.optimization_hint(rows, fallback=FEW_ROWS + 1) <= FEW_ROWS
+    return kernel.body if kernel.persistent_reduction and few else kernel.loads
+
+
+def _early_variables() -> dict[str, Any]:
+    """Variables that the loads of the kernel being printed may use, by name, and their buffers."""
+    kernel, name = V.kernel, PREFIX + "early"
+    if name not in kernel.__dict__:
+        setattr(kernel, name, {})
+        kernel.get_load_buffer = functools.partial(_load_buffer, kernel.get_load_buffer)
+        if _early_buffer() is kernel.body:
+            kernel.indexing_code.writeline("tl.debug_barrier()")
+    return getattr(kernel, name)
+
+
+def _load_buffer(default: Callable[[Any], Any], indexing: Any) -> Any:
+    """A kernel's ``get_load_buffer``, which finds the buffer of loads by group."""
+    symbols = indexing.index.free_symbols
+    if not symbols:
+        # The group index of a single row.
+        return _early_buffer()
+    names = map(str, (*symbols, *indexing.mask_vars))
+    buffers = [_early_variables().get(name) for name in names if name.startswith("tmp")]
+    if buffers and buffers[0] and all(buffer is buffers[0] for buffer in buffers):
+        return buffers[0]
+    return default(indexing)
+
+
+def _print_group_index(position: Any, group: int) -> Any:
+    return _GroupAxis(group).index(_index_argument(1))
+
+
+def _print_rotate_pairs(value: Any, column: Any, cos: Any, sin: Any, inverse: bool) -> str:
     groups = _Groups(2)
-    shape = groups.reduced_shape[:-1]
-    even, odd = (V.kernel.cse.newvar(ValueRanges.unknown(), torch.float32, shape) for _ in range(2))
-    V.kernel.compute.writeline(f"{even}, {odd} = tl.split({groups.split(value)})")
-    return f"tl.reshape(tl.join({odd}, {even}), [{groups.full}])"
+
+    def variable(code: str) -> Any:
+        shape = _group_shape(2)
+        return V.kernel.cse.generate(V.kernel.compute, code, dtype=torch.float32, shape=shape)
+
+    pair = variable(f"tl.split({groups.split(value)})")
+    even, odd = f"{pair}[0]", f"{pair}[1]"
+    minus, plus = ("+", "-") if inverse else ("-", "+")
+    first = variable(f"{_print_mul_rn(even, cos)} {minus} {_print_mul_rn(odd, sin)}")
+    second = variable(f"{_print_mul_rn(odd, cos)} {plus} {_print_mul_rn(even, sin)}")
+    return f"tl.reshape(tl.join({first}, {second}), [{groups.full}])"
+
+
+def _index_argument(position: int) -> sympy.Expr:
+    """The index expression behind an argument of the ``ops`` call being printed."""
+    expression = V.interpreter.current_node.args[position].args[1]
+    if isinstance(expression, int):
+        return sympy.Integer(expression)
+    return V.interpreter.submodules["get_index"](expression.args[0])
 
 
 def column_expression() -> sympy.Expr:
     """The index expression behind the second argument of the ``ops`` call being printed."""
-    column = V.interpreter.current_node.args[2]
-    name = column.args[1].args[0]
-    return V.interpreter.submodules["get_index"](name)
+    return _index_argument(2)
+
+
+def _innermost() -> Any:
+    """The range tree of the innermost tile axis."""
+    return max(
+        (tree for tree in V.kernel.active_range_trees() if tree.tensor_dim is not None),
+        key=lambda tree: tree.tensor_dim,
+    )
+
+
+def _in_roots(expression: sympy.Expr) -> sympy.Expr:
+    """An index expression in terms of the tile axes."""
+    nodes = V.kernel.range_tree_nodes
+    while expression.free_symbols & nodes.keys():
+        expression = expression.xreplace({symbol: node.expr for symbol, node in nodes.items()})
+    return expression
 
 
 def _check_innermost(column: sympy.Expr, group: int) -> None:
     """Refuse tiles whose innermost axis does not run through whole blocks of a row."""
-    kernel = V.kernel
-    innermost = max(
-        (tree for tree in kernel.active_range_trees() if tree.tensor_dim is not None),
-        key=lambda tree: tree.tensor_dim,
-    )
-    index = innermost.symbol()
-    nodes = kernel.range_tree_nodes
-    while column.free_symbols & nodes.keys():
-        column = column.xreplace({symbol: node.expr for symbol, node in nodes.items()})
+    index = _innermost().symbol()
+    column = _in_roots(column)
     if column.free_symbols - {index}:
         raise RowLayoutError(
-            f"a block maximum over {group} columns needs the row as the innermost tile axis; "
-            f"column {column} does not run along {index}. Keep whole rows "
-            "([tokens, head_dim]) between the norm and the store"
+            f"groups of {group} columns need the row as the innermost tile axis, but column "
+            f"{column} does not run along {index}. Keep whole rows ([tokens, head_dim]) between "
+            "the norm and the store"
         )
     period = 4 * group
     for start in _aligned_starts(column, index, group, period):
         columns = [int(column.subs(index, start + step)) for step in range(group)]
         if columns != list(range(columns[0], columns[0] + group)) or columns[0] % group:
             raise RowLayoutError(
-                f"a block maximum over {group} columns found columns {columns[0]}.. at {index} = "
-                f"{start}: blocks of a row do not line up with the tile. "
-                f"head_dim must be a multiple of {group}"
+                f"groups of {group} columns need the row as the innermost tile axis, but "
+                f"{index} = {start} begins columns {columns[0]}, {columns[1]}... Keep whole rows "
+                "([tokens, head_dim]) between the norm and the store, head_dim a multiple of "
+                f"{group}"
             )
 
 

@@ -1,7 +1,7 @@
-"""Our source code as part of Inductor's cache keys.
+"""Our passes over graphs, and our source code as part of Inductor's cache keys.
 
-Inductor hashes the graph and its configuration, not the lowerings: without this pass a changed
-lowering would hit code that the old one generated.
+Inductor hashes the graph and its configuration, not the lowerings: without the key of this pass a
+changed lowering would hit code that the old one generated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 import fp8kv_inductor
-from fp8kv_inductor.lowerings import inverse_rope
+from fp8kv_inductor.lowerings import inverse_rope, small_reductions
 
 SUFFIXES = (".py", ".jinja")
 
@@ -30,9 +30,9 @@ def source_files() -> tuple[str, ...]:
 
 
 class SourceKey(CustomGraphPass):
-    """The pass of ``inverse_rope``; its uuid is a hash of our source.
+    """The passes of ``inverse_rope`` and ``small_reductions``; its uuid is a hash of our source.
 
-    Where Inductor has room for one pass only, it runs the pass that was there before.
+    Where Inductor has room for one pass only, it also runs the pass that was there before.
     """
 
     def __init__(self, earlier: Any = None) -> None:
@@ -42,6 +42,7 @@ class SourceKey(CustomGraphPass):
         if self.earlier is not None:
             self.earlier(graph)
         inverse_rope.fuse(graph)
+        small_reductions.unroll(graph)
 
     def uuid(self) -> Any:
         own = get_hash_for_files(source_files())

@@ -24,6 +24,7 @@ from torch._dynamo.utils import detect_fake_mode
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
@@ -68,29 +69,57 @@ def cuda_source(
     """
     captured: list[str] = []
 
-    def stop_before_loading(graph: GraphLowering, *_: Any, **__: Any) -> None:
-        wrapper = graph.codegen()[0]
-        captured.append(wrapper.value)
+    def capture(wrapper: str) -> Callable[..., Any]:
+        captured.append(wrapper)
         raise _StopCompilation
+
+    with contextlib.suppress(_StopCompilation):
+        run_cuda_source(fn, args, capture, capability, dynamic, options)
+    (wrapper,) = captured
+    return CudaSource(wrapper, triton_kernels(wrapper))
+
+
+def run_cuda_source(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    load: Callable[[str], Callable[..., Any]],
+    capability: int = 90,
+    dynamic: bool | None = None,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """``fn(*args)`` as the caller of torch.compile sees it, for a stand-in of the CUDA device.
+
+    Args:
+        fn, args, capability, dynamic, options: as for :func:`cuda_source`.
+        load: from the source of the generated module to a function of the graph's inputs, which
+            are CPU tensors and sizes.
+    """
+
+    def stop_before_loading(graph: GraphLowering, *_: Any, **__: Any) -> None:
+        raise _Generated(graph.codegen()[0].value)
 
     def inner(module: torch.fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
         kwargs.pop("inputs_to_check", None)
-        with (
-            _cuda_stand_in(capability),
-            mock.patch.object(GraphLowering, "compile_to_module", stop_before_loading),
-        ):
-            return compile_fx_inner(module, _move_to_cuda(module, example_inputs), **kwargs)
+        try:
+            with (
+                _cuda_stand_in(capability),
+                mock.patch.object(GraphLowering, "compile_to_module", stop_before_loading),
+            ):
+                compile_fx_inner(module, _move_to_cuda(module, example_inputs), **kwargs)
+        except _Generated as generated:
+            return load(generated.wrapper)
+        raise AssertionError("the graph has no code")
 
     def backend(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         return compile_fx(module, example_inputs, inner_compile=inner)
 
     settings = {"force_disable_caches": True, "compile_threads": 1, **(options or {})}
     torch._dynamo.reset()
-    with config.patch(settings), contextlib.suppress(_StopCompilation), torch.no_grad():
-        torch.compile(fn, dynamic=dynamic, fullgraph=True, backend=backend)(*args)
-    torch._dynamo.reset()
-    (wrapper,) = captured
-    return CudaSource(wrapper, triton_kernels(wrapper))
+    try:
+        with config.patch(settings), torch.no_grad():
+            return torch.compile(fn, dynamic=dynamic, fullgraph=True, backend=backend)(*args)
+    finally:
+        torch._dynamo.reset()
 
 
 def triton_kernels(wrapper: str) -> dict[str, str]:
@@ -130,6 +159,14 @@ def pool_copies(wrapper: str, *pools: torch.Tensor) -> list[Any]:
 
 class _StopCompilation(BaseException):
     """Leaves the compiler once the code is captured; not an Exception, so nothing swallows it."""
+
+
+class _Generated(_StopCompilation):
+    """Carries the source of a generated module out of Inductor."""
+
+    def __init__(self, wrapper: str) -> None:
+        super().__init__()
+        self.wrapper = wrapper
 
 
 def _device_properties(capability: int) -> SimpleNamespace:
@@ -223,8 +260,12 @@ def _cuda_stand_in(capability: int) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(triton.runtime.driver, "_active", _Driver(capability))
         )
-        triton_probe.has_triton.cache_clear()
-        stack.callback(triton_probe.has_triton.cache_clear)
+        for cache_clear in (
+            triton_probe.has_triton.cache_clear,
+            DeviceProperties.create.cache_clear,
+        ):
+            cache_clear()
+            stack.callback(cache_clear)
         yield
 
 

@@ -2,8 +2,9 @@
 
 Each op keeps the iteration space [tokens, (heads,) head_dim] of the norm in front of it. With
 Triton a block maximum stays pointwise (``block.block_amax``) and the whole chain is one kernel. On
-the CPU it is an ordinary reduction, rows are realized between the ops, because loops that share
-nothing would each recompute the chain, and the encoded rows go into the pool by ``write_rows``.
+the CPU, and for rows that are not whole blocks, it is an ordinary reduction and rows are realized
+between the ops, because loops that share nothing would each recompute the chain. On the CPU the
+encoded rows go into the pool by ``write_rows``.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from fp8kv_inductor.formats import (
     get_format,
 )
 from fp8kv_inductor.lowerings import block, exact
-from fp8kv_inductor.lowerings.exact import F32, I32, BlockScale, OpsValue, Target
+from fp8kv_inductor.lowerings.exact import F32, I32, OpsValue, Target
 from fp8kv_inductor.lowerings.loops import Index, Loader, reduction_loader
+from fp8kv_inductor.lowerings.schedule import RowBuffer, keep_rows_whole, row_box
+from fp8kv_inductor.lowerings.small_reductions import is_row_op
 from fp8kv_inductor.numerics import ACT_QUANT_AMAX_MIN, FP32_BIAS, act_quant_exponent_max
 
 Element = Callable[[Index], tuple[OpsValue, OpsValue]]
-"""Code and block scale of an element, in the pool's dtypes; no scale for rows without."""
+"""Code of an element and scale of its block, in the pool's dtypes; no scale for rows without."""
 
 
 def register() -> tuple[str, ...]:
     """Register the lowerings of rope, act_quant and store; returns their names."""
     block.register_primitives()
+    keep_rows_whole()
     lowerings: dict[str, Callable[..., Any]]
     lowerings = {"rope": _rope, "act_quant": _act_quant, "store": _store}
     for name, lowering in lowerings.items():
@@ -45,6 +49,9 @@ def register() -> tuple[str, ...]:
         )
     return tuple(lowerings)
 
+
+LARGEST_GROUP = 128
+"""Columns that every tile holds which Inductor may choose, flattened ones included."""
 
 ROUNDED = "fp8kv_rounded"
 """Attribute of an ``inner_fn`` whose values are on the grid of its dtype already."""
@@ -59,10 +66,10 @@ def _is_rounded(x: TensorBox) -> bool:
     return getattr(getattr(loops, "inner_fn", None), ROUNDED, False)
 
 
-def _row_loader(x: TensorBox) -> Loader:
+def _row_loader(x: TensorBox, in_tile: bool) -> Loader:
     """Loads an element as fp32, rounded to the dtype of ``x`` even if its producer was fused."""
     dtype, target = x.get_dtype(), Target.of(x.get_device_or_error())
-    if not target.triton:
+    if not in_tile:
         x.realize()
     exact_already = not target.triton or _is_rounded(x)
     load = x.make_loader()
@@ -71,58 +78,112 @@ def _row_loader(x: TensorBox) -> Loader:
     return lambda index: exact.rounded(load(index), dtype, target)
 
 
-def _rows_like(x: TensorBox, inner_fn: Loader) -> TensorBox:
+def _rows_like(x: TensorBox, inner_fn: Loader, in_tile: bool) -> TensorBox:
     """A box like ``x`` whose elements ``inner_fn`` has rounded to the dtype of ``x``."""
     setattr(inner_fn, ROUNDED, True)
-    return ir.Pointwise.create(
+    pointwise = ir.Pointwise(
         device=x.get_device_or_error(),
         dtype=x.get_dtype(),
         inner_fn=inner_fn,
         ranges=x.get_size(),
     )
+    if not in_tile:
+        return TensorBox.create(pointwise)
+    rows = row_box(pointwise)
+    node = V.graph.current_node
+    if not all(_reads_rows(user, node) for user in node.users):
+        rows.realize()
+    return rows
 
 
-def _pairs_are_neighbours(x: TensorBox, first: sympy.Expr) -> bool:
-    """Whether rotated pairs start at even columns of rows that lie in one piece."""
-    layout = x.maybe_get_layout() if hasattr(x, "maybe_get_layout") else None
-    in_one_piece = layout is None or layout.stride[-1] == 1
-    multiple = V.graph.sizevars.statically_known_multiple_of
-    return in_one_piece and multiple(first, 2) and multiple(x.get_size()[-1], 2)
+def _reads_rows(user: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Whether ``user`` is a row operator and ``node`` its rows, so that it may inline them."""
+    return is_row_op(user) and user.args[0] is node and node not in user.args[1:]
+
+
+def _in_tile(x: TensorBox, group: int) -> bool:
+    """Whether the primitives of ``block`` apply: a tile of whole rows holds whole groups.
+
+    A dynamic width becomes a constant of the graph.
+    """
+    if not Target.of(x.get_device_or_error()).triton or group > LARGEST_GROUP:
+        return False
+    return V.graph.sizevars.guard_int(x.get_size()[-1]) % group == 0
+
+
+WHOLE_TILE_OPS = {"masked", "index_expr", "indirect_indexing", "check_bounds"}
+"""What Inductor prints in the shape of the whole tile, even in front of an index by group."""
+
+
+def _is_realized(x: TensorBox) -> bool:
+    return isinstance(getattr(x.data, "data", None), ir.Buffer)
+
+
+def _group_loader(x: TensorBox) -> Loader:
+    """A loader whose index may come from :func:`block.group_index`."""
+    loops = getattr(x.data, "data", None)
+    fits = isinstance(loops, ir.Pointwise) and not (
+        WHOLE_TILE_OPS & set(loops.inner_fn_opcount().used_ops)
+    )
+    if not fits:
+        x.realize()
+    return x.make_loader()
+
+
+def _indirect(index: OpsValue, size: sympy.Expr) -> sympy.Expr:
+    """``index``, known to be in range, for a loader."""
+    return ops.indirect_indexing(index, size, check=False, wrap_neg=False)
 
 
 def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -> TensorBox:
-    load, cos_load, sin_load = _row_loader(x), cos.make_loader(), sin.make_loader()
-    target = Target.of(x.get_device_or_error())
+    target, dtype = Target.of(x.get_device_or_error()), x.get_dtype()
+    # The load of a lone angle has no index, and the shape of the whole tile.
+    in_tile = _in_tile(x, 2) and cos.get_numel() != 1
+    load = _row_loader(x, in_tile)
     product = block.mul_rn if target.triton else ops.mul
     first = x.get_size()[-1] - 2 * cos.get_size()[1]
-    dtype = x.get_dtype()
-    swap = target.triton and _pairs_are_neighbours(x, first)
+    angle_loader = _group_loader if in_tile else TensorBox.make_loader
+    cos_load, sin_load = angle_loader(cos), angle_loader(sin)
 
-    def inner(index: Index) -> OpsValue:
+    def rotated_pair(index: Index, own: OpsValue) -> OpsValue:
+        positions = zip((index[0], FloorDiv(index[-1] - first, 2)), cos.get_size(), strict=True)
+        pair = [_indirect(block.group_index(position, 2), size) for position, size in positions]
+        return block.rotate_pairs(own, index[-1], cos_load(pair), sin_load(pair), inverse)
+
+    def rotated_element(index: Index, own: OpsValue, in_tail: OpsValue) -> OpsValue:
         *lead, column = index
-        own = load(index)
-        in_tail = ops.ge(ops.index_expr(column, I32), ops.index_expr(first, I32))
         odd = ModularIndexing(column - first, 1, 2)
-        partner = block.swap_pairs(own, column) if swap else load([*lead, column + 1 - 2 * odd])
+        partner = load([*lead, column + 1 - 2 * odd])
         pair = [lead[0], FloorDiv(column - first, 2)]
         angle_cos = ops.masked(in_tail, lambda: cos_load(pair), 1.0)
         angle_sin = ops.masked(in_tail, lambda: sin_load(pair), 0.0)
         # even: own cos - partner sin; odd: own cos + partner sin
-        turned = product(partner, angle_sin)
+        straight, turned = product(own, angle_cos), product(partner, angle_sin)
         plus = ops.eq(ops.index_expr(odd, I32), exact.i32(0 if inverse else 1))
-        turned = ops.where(plus, turned, ops.neg(turned))
-        rotated = exact.rounded(ops.add(product(own, angle_cos), turned), dtype, target)
+        # A difference, not a sum with neg: Triton's neg is 0 - x, which loses the sign of zero.
+        return ops.where(plus, ops.add(straight, turned), ops.sub(straight, turned))
+
+    def inner(index: Index) -> OpsValue:
+        own = load(index)
+        in_tail = ops.ge(ops.index_expr(index[-1], I32), ops.index_expr(first, I32))
+        rotated = rotated_pair(index, own) if in_tile else rotated_element(index, own, in_tail)
+        rotated = exact.rounded(rotated, dtype, target)
         return ops.to_dtype(ops.where(in_tail, rotated, own), dtype, src_dtype=F32)
 
-    return _rows_like(x, inner)
+    return _rows_like(x, inner, in_tile)
 
 
 def _block_maxima(
-    x: TensorBox, load: Loader, columns: sympy.Expr, group: int, target: Target
+    x: TensorBox, load: Loader, columns: sympy.Expr, group: int, in_tile: bool
 ) -> Loader:
-    """Finite block maximum of each of the first ``columns`` elements of a row, by its index."""
-    if target.triton:
-        return lambda index: block.block_amax(exact.finite_magnitude(load(index)), index[-1], group)
+    """Finite block maximum by the index of an element, one of the first ``columns`` of its row.
+
+    In the tile it has one element per block (:func:`block.block_amax`).
+    """
+    if in_tile:
+        return lambda index: block.block_amax(
+            exact.finite_magnitude_or_nan(load(index)), index[-1], group
+        )
     *lead, width = x.get_size()
     maxima_load = reduction_loader(
         x.get_device_or_error(),
@@ -145,75 +206,53 @@ def _block_maxima(
     return amax
 
 
-def _block_scales(
-    x: TensorBox,
-    load: Loader,
-    columns: sympy.Expr,
-    group: int,
-    minimum: float,
-    exponents: tuple[int, int],
-    target: Target,
-) -> Callable[[Index], BlockScale]:
-    """Power-of-two scale of an element's block and its inverse, by the element's index.
-
-    Args:
-        x, load: the rows.
-        columns: leading columns that have blocks.
-        group: columns per block.
-        minimum: least block maximum.
-        exponents: bounds of the scale's exponent.
-        target: decides whether the maximum is taken in the tile.
-    """
-    if not target.triton:
-        amax = _block_maxima(x, load, columns, group, target)
-        return lambda index: exact.pow2_scale(amax(index), minimum, exponents)
-
-    def scales(index: Index) -> BlockScale:
-        magnitude = exact.finite_magnitude(load(index))
-        scale, inverse = (
-            block.block_pow2(magnitude, index[-1], group, minimum, exponents, sign)
-            for sign in (1, -1)
-        )
-        return scale, inverse
-
-    return scales
+def _per_column(value: OpsValue, column: sympy.Expr, group: int, in_tile: bool) -> OpsValue:
+    """What was computed from a block maximum, for a column of the block."""
+    return block.spread(value, column, group) if in_tile else value
 
 
-def _act_quant(x: TensorBox, features: int, block: int = 64) -> TensorBox:
-    load, target = _row_loader(x), Target.of(x.get_device_or_error())
-    dtype = x.get_dtype()
+def _act_quant(x: TensorBox, features: int, group: int = 64) -> TensorBox:
+    target, in_tile = Target.of(x.get_device_or_error()), _in_tile(x, group)
+    load, dtype = _row_loader(x, in_tile), x.get_dtype()
     exponents = (1 - FP32_BIAS, act_quant_exponent_max(dtype))
-    columns = sympy.Integer(features)
-    scales = _block_scales(x, load, columns, block, ACT_QUANT_AMAX_MIN, exponents, target)
+    amax = _block_maxima(x, load, sympy.Integer(features), group, in_tile)
 
     def inner(index: Index) -> OpsValue:
-        value = load(index)
-        quantized = exact.act_quant(value, *scales(index), target)
-        is_quantized = ops.lt(ops.index_expr(index[-1], I32), exact.i32(features))
+        value, column = load(index), index[-1]
+        scale, inverse = (
+            _per_column(power, column, group, in_tile)
+            for power in exact.pow2_scale(amax(index), ACT_QUANT_AMAX_MIN, exponents)
+        )
+        quantized = exact.act_quant(value, scale, inverse, target)
+        is_quantized = ops.lt(ops.index_expr(column, I32), exact.i32(features))
         return ops.to_dtype(ops.where(is_quantized, quantized, value), dtype, src_dtype=F32)
 
-    return _rows_like(x, inner)
+    return _rows_like(x, inner, in_tile)
 
 
 def _store(rows: TensorBox, slots: TensorBox, data: TensorBox, scale: TensorBox, fmt: str) -> None:
     row_format, target = get_format(fmt), Target.of(rows.get_device_or_error())
-    load, width = _row_loader(rows), rows.get_size()[1]
+    group, width = row_format.block, rows.get_size()[1]
+    in_tile = _in_tile(rows, max(group, 1))
+    load = _row_loader(rows, in_tile)
     element: Element
+    if row_format.quantized:
+        amax = _block_maxima(rows, load, width, group, in_tile)
     if row_format.rule == "pow2":
         exponents = (SCALE_EXPONENT_MIN, SCALE_EXPONENT_MAX)
-        scales = _block_scales(rows, load, width, row_format.block, 0.0, exponents, target)
 
         def element(index: Index) -> tuple[OpsValue, OpsValue]:
-            block_scale, inverse = scales(index)
+            block_scale, inverse = exact.pow2_scale(amax(index), 0.0, exponents)
+            inverse = _per_column(inverse, index[-1], group, in_tile)
             codes = exact.e4m3_codes(ops.mul(load(index), inverse), target)
             return codes, exact.encode_scale(block_scale, row_format)
 
     elif row_format.rule == "amax":
-        amax = _block_maxima(rows, load, width, row_format.block, target)
 
         def element(index: Index) -> tuple[OpsValue, OpsValue]:
             held = exact.amax_scale(amax(index), row_format, target)
-            codes = exact.e4m3_codes(exact.quotient(load(index), held, target), target)
+            divisor = _per_column(held, index[-1], group, in_tile)
+            codes = exact.e4m3_codes(exact.quotient(load(index), divisor, target), target)
             return codes, exact.encode_scale(held, row_format)
 
     else:
@@ -222,7 +261,7 @@ def _store(rows: TensorBox, slots: TensorBox, data: TensorBox, scale: TensorBox,
             return ops.to_dtype(load(index), row_format.code_dtype, src_dtype=F32), None
 
     if target.triton:
-        _scatter_rows(rows, slots, data, scale, row_format, element)
+        _scatter_rows(rows, slots, data, scale, row_format, element, in_tile)
     else:
         _write_rows(rows, slots, data, scale, row_format, element)
 
@@ -234,53 +273,57 @@ def _scatter_rows(
     scale: TensorBox,
     fmt: RowFormat,
     element: Element,
+    in_tile: bool,
 ) -> None:
-    """Two masked scatters over [tokens, head_dim] that the scheduler fuses into one kernel."""
+    """Two masked scatters; in the tile both over [tokens, head_dim], which fuse into one kernel."""
     slot_load, n_slots = slots.make_loader(), data.get_size()[0]
+    tokens, head_dim = rows.get_size()
+    by_group = in_tile and _is_realized(slots)
 
-    def scatter(
-        pool: TensorBox, value: Loader, column: Callable[[sympy.Expr], sympy.Expr], group: int
-    ) -> None:
-        """Write columns that are multiples of ``group`` of live rows into the pool's own buffer."""
+    def scatter(pool: TensorBox, value: Loader, width: sympy.Expr, group: int = 1) -> None:
+        """Write a value per ``group`` of ``width`` columns into the live rows of a pool's buffer.
+
+        Args:
+            pool: `[n_slots, width / group]`.
+            value: by index into `[tokens, width]`.
+        """
 
         def output_index(index: Index) -> list[sympy.Expr]:
-            slot = ops.to_dtype(slot_load([index[0]]), torch.int64)
+            if by_group:
+                token = block.group_index(index[0], group)
+                at = _indirect(token, tokens)
+            else:
+                token, at = ops.index_expr(index[0], torch.int64), index[0]
+            slot = ops.to_dtype(slot_load([at]), torch.int64)
             live = ops.and_(
                 ops.ge(slot, ops.constant(0, torch.int64)),
                 ops.lt(slot, ops.index_expr(n_slots, torch.int64)),
             )
-            if group > 1:
-                offset = ops.index_expr(ModularIndexing(index[1], 1, group), I32)
-                live = ops.and_(live, ops.eq(offset, exact.i32(0)))
-            # Relative to the token: an index that does not name every loop variable is broadcast,
-            # and loses its mask.
-            relative = ops.sub(slot, ops.index_expr(index[0], torch.int64))
-            guarded = block.guard(relative, live)
-            row = ops.indirect_indexing(guarded, n_slots, check=False, wrap_neg=False)
-            return [row + index[0], column(index[1])]
+            # Relative to the token: an index that does not name every loop variable is broadcast.
+            relative = ops.sub(slot, ops.to_dtype(token, torch.int64))
+            row = _indirect(block.guard(relative, live, group), n_slots)
+            return [row + index[0], FloorDiv(index[1], group)]
 
         pool.realize()
-        buffer = ir.ComputedBuffer(
-            name=None,
-            layout=ir.MutationLayoutSHOULDREMOVE(pool),
-            data=ir.Scatter(
+        RowBuffer.register(
+            ir.MutationLayoutSHOULDREMOVE(pool),
+            ir.Scatter(
                 device=pool.get_device_or_error(),
                 dtype=pool.get_dtype(),
                 inner_fn=value,
-                ranges=rows.get_size(),
+                ranges=[tokens, width],
                 output_indexer=output_index,
             ),
         )
-        buffer.name = V.graph.register_buffer(buffer)
-        V.graph.register_operation(buffer)
 
-    scatter(data, lambda index: element(index)[0], lambda column: column, 1)
-    if fmt.quantized:
+    scatter(data, lambda index: element(index)[0], head_dim)
+    if fmt.quantized and in_tile:
+        scatter(scale, lambda index: element(index)[1], head_dim, fmt.block)
+    elif fmt.quantized:
         scatter(
             scale,
-            lambda index: element(index)[1],
-            lambda column: FloorDiv(column, fmt.block),
-            fmt.block,
+            lambda index: element([index[0], index[1] * fmt.block])[1],
+            FloorDiv(head_dim, fmt.block),
         )
 
 

@@ -32,6 +32,11 @@ def _rsqrt(x):
     return 1.0 / tl.sqrt(x)
 
 
+@triton.jit
+def _exp(x):
+    return tl.exp(x)
+
+
 class GeneratedKernel:
     """One kernel of a ``CudaSource``, without Inductor's launcher.
 
@@ -66,7 +71,8 @@ class GeneratedKernel:
         """Run over CPU tensors; to be called inside ``interpreter.interpreted()``."""
         # The interpreter knows neither inline assembly nor libdevice; numpy contracts nothing.
         source = re.sub(
-            r"tl\.inline_asm_elementwise\('mul\.rn\.f32 [^']*', '=f,f,f', \[(\w+), (\w+)\][^)]*\)",
+            r"tl\.inline_asm_elementwise\('mul\.rn\.f32 [^']*', '=f,f,f', "
+            r"\[([\w\[\]]+), (\w+)\][^)]*\)",
             r"(\1 * \2)",
             self.source,
         )
@@ -76,7 +82,7 @@ class GeneratedKernel:
             source,
         )
         module = _load(f"{self.name}_interpreted", source, self.folder)
-        module.libdevice = SimpleNamespace(rsqrt=_rsqrt)
+        module.libdevice = SimpleNamespace(rsqrt=_rsqrt, exp=_exp)
         getattr(module, self.name)[grid](*args, **constants)
 
     def arguments(self, *tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> list[Any]:

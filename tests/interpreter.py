@@ -6,11 +6,13 @@ to the interpreter, and everything is put back afterwards.
 
 Faults of the interpreter that are repaired on the way: it truncates float conversions to bf16 and
 fp8 (or carries a rounded mantissa away); it multiplies bf16 matrices as if their bits were
-integers; and triton 3.6 cannot use a tensor as a loop bound with numpy 2.4.
+integers; its elementwise maximum keeps NaN; and triton 3.6 cannot use a tensor as a loop bound with
+numpy 2.4.
 """
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,11 +51,12 @@ def _to_torch(data: np.ndarray, dtype: tl.dtype) -> torch.Tensor:
 
 
 def _convert_float(data, source, target, rounding_mode):
-    """Float conversion by PyTorch's casts: nearest even; e4m3 saturates like the hardware's."""
+    """PyTorch's casts: nearest even; e4m3 saturates and has one NaN, like the hardware's."""
     values = _to_torch(data, source)
     if target.name == "fp8e4nv":
         limit = torch.finfo(torch.float8_e4m3fn).max
         values = values.float().clamp(-limit, limit)
+        values = torch.where(values.isnan(), torch.nan, values)
     bits, numpy_bits = _BIT_DTYPES[target.primitive_bitwidth // 8]
     converted = values.to(_TORCH_DTYPES[target.name]).view(bits).numpy().view(numpy_bits)
     return converted.reshape(data.shape)
@@ -62,6 +65,10 @@ def _convert_float(data, source, target, rounding_mode):
 def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     product = torch.matmul(_to_torch(a.data, a.dtype).float(), _to_torch(b.data, b.dtype).float())
     return triton_interpreter.TensorHandle(product.numpy() + d.data, d.dtype.scalar)
+
+
+def _create_maxnumf(self, left, right):
+    return self.binary_op(left, right, np.fmax)
 
 
 _patch_lang_tensor_by_triton = triton_interpreter._patch_lang_tensor
@@ -99,7 +106,10 @@ def interpreted() -> Iterator[None]:
             "_convert_float": _convert_float,
             "_patch_lang_tensor": _patch_lang_tensor,
         },
-        triton_interpreter.InterpreterBuilder: {"create_dot": _create_dot},
+        triton_interpreter.InterpreterBuilder: {
+            "create_dot": _create_dot,
+            "create_maxnumf": _create_maxnumf,
+        },
     }
     # What a device function's call patches in triton.language, Triton does not restore.
     saved = [(owner, dict(vars(owner))) for owner in (*patches, *_PATCHED_BY_TRITON)]
@@ -108,7 +118,8 @@ def interpreted() -> Iterator[None]:
             for name, value in attributes.items():
                 setattr(owner, name, value)
         # Infinities and NaN are inputs of these tests, not accidents.
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
             yield
     finally:
         for owner, attributes in saved:

@@ -58,3 +58,10 @@ def pool_bytes(pool: Pool) -> tuple[Tensor, Tensor]:
     if not pool.format.quantized:
         data = data.nan_to_num(nan=1.0, posinf=math.inf, neginf=-math.inf)
     return data.view(torch.uint8), pool.scale.view(torch.uint8)
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    """Equal bits, signs of zero included, but any NaN equals any other."""
+    return torch.equal(left.nan_to_num(nan=9.0), right.nan_to_num(nan=9.0)) and torch.equal(
+        left.signbit() & ~left.isnan(), right.signbit() & ~right.isnan()
+    )

@@ -48,13 +48,14 @@ def test_products_are_rounded_before_the_sum(device, inverse):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_special_values(device):
+@pytest.mark.parametrize("inverse", [False, True])
+def test_special_values(device, inverse):
     x = torch.randn(6, 64, dtype=torch.bfloat16)
     for row, value in enumerate([torch.nan, torch.inf, -torch.inf, -0.0, 1e-39, 3e38]):
         x[row, [0, 40, 43]] = value
     cos, sin = angles(6, 16)
     sin[3] = 0.0
-    assert_equals_numerics(device, x, cos, sin)
+    assert_equals_numerics(device, x, cos, sin, inverse)
 
 
 @pytest.mark.parametrize("device", DEVICES)

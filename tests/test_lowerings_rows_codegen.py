@@ -1,20 +1,25 @@
 """The CUDA code of row chains, without a GPU: kernels, buffers, casts, cubins, bytes."""
 
 import re
+from collections import defaultdict
 
 import expecttest
 import pytest
 import torch
 from generated import ARCHITECTURES, GeneratedKernel
+from interpreted_graph import interpreted_graph
 from interpreter import interpreted
-from nasty import nasty_rows, pool_bytes, row_ops
+from nasty import BF16_SPECIALS, nasty_rows, pool_bytes, row_ops, same
+from row_cases import margins_are_empty, pool_between_margins
+from torch._inductor.ir import TensorBox
 
-from fp8kv_inductor import Pool, act_quant, rope, store
+from fp8kv_inductor import Pool, act_quant, register, rope, store
 from fp8kv_inductor.chains import (
     angles,
     compressor_chain,
     compressor_inputs,
     q_chain,
+    rms_norm,
     store_chain,
     store_inputs,
 )
@@ -52,8 +57,8 @@ def test_golden_store_chain(store_code):
         summary(store_code),
         """\
 triton_per
-  store [r0_1 + 512*tmp47 + 512*x0] where tmp44 & xmask
-  store [16*tmp88 + 16*x0 + (r0_1 // 32)] where tmp87 & xmask
+  store [r0_1 + 512*tmp82 + 512*x0] where tmp79 & xmask
+  store [tmp109 + 16*tmp108 + 16*xindex] where tmp79 & xmask
   casts: float8e4nv
   exact arithmetic: cvt.rn.bf16x2, mul.rn
 buffers []""",
@@ -74,21 +79,26 @@ buffers [2097152]""",
     )
 
 
+def test_q_chain_is_one_kernel_for_dynamic_shapes():
+    """Even the heads' width, which becomes a constant."""
+    register()
+    inputs = (torch.randn(TOKENS, 8, 512).bfloat16(), *angles(TOKENS))
+    code = cuda_source(q_chain, inputs, dynamic=True)
+    ((name, source),) = code.kernels.items()
+    assert name.startswith("triton_per") and "r0_numel = 512" in source
+
+
 def test_golden_compressor_chain():
     code = cuda_source(compressor_chain, compressor_inputs(TOKENS, "fp8_e4m3"))
     expecttest.assert_expected_inline(
         summary(code),
         """\
 triton_per
-  store [x3] where None
-  casts: 
-  exact arithmetic: 
-triton_per
-  store [r0_1 + 512*tmp46 + 512*x0] where tmp43 & xmask
-  store [16*tmp87 + 16*x0 + (r0_1 // 32)] where tmp86 & xmask
+  store [r0_1 + 512*tmp149 + 512*x0] where tmp146 & xmask
+  store [tmp176 + 16*tmp175 + 16*xindex] where tmp146 & xmask
   casts: float8e4nv
   exact arithmetic: cvt.rn.bf16x2, mul.rn
-buffers [32768]""",
+buffers []""",
     )
 
 
@@ -100,6 +110,34 @@ def test_one_kernel_for_every_format_and_dynamic_token_counts(fmt):
     assert not pool_copies(code.wrapper, inputs[-1].data) and not buffers(code.wrapper)
 
 
+@pytest.mark.parametrize("dynamic", ["groups", "all"])
+def test_compressor_chain_is_one_kernel_for_dynamic_counts(dynamic):
+    args = compressor_inputs(TOKENS, "fp8_e4m3")
+    if dynamic == "groups":
+        kv, score, _, *rest, _ = args
+        for tensor in (kv, score, *rest):
+            torch._dynamo.mark_dynamic(tensor, 0)
+    code = cuda_source(compressor_chain, args, dynamic=True if dynamic == "all" else None)
+    ((_, source),) = code.kernels.items()
+    assert "xnumel = " not in source and not buffers(code.wrapper)
+
+
+def test_few_rows_wait_for_their_loads_once():
+    """Angles and slots are loaded in front of the row, behind whose reduction they are used."""
+    for rows, barriers in ((TOKENS, 1), (4096, 0)):
+        code = cuda_source(store_chain, store_inputs(rows, "fp8_e4m3"))
+        ((_, source),) = code.kernels.items()
+        assert source.count("tl.debug_barrier()") == barriers
+        assert source.rindex("tl.load") < source.index("tl.sum")
+
+
+def test_block_maxima_stay_in_registers(tmp_path):
+    """With Inductor's configuration for many rows: a maximum per element would be 160 shuffles."""
+    ((name, source),) = cuda_source(store_chain, store_inputs(4096, "fp8_e4m3")).kernels.items()
+    compiled = GeneratedKernel(name, source, tmp_path).compile(90, num_warps=1, XBLOCK=2)
+    assert compiled.asm["ptx"].count("shfl.sync") < 64
+
+
 def test_kv_rows_may_be_a_slice_of_a_fused_projection():
     def fused(projection, weight, cos, sin, slots, pool):
         store_chain(projection[:, 1024:], weight, cos, sin, slots, pool)
@@ -107,6 +145,37 @@ def test_kv_rows_may_be_a_slice_of_a_fused_projection():
     _, *rest = store_inputs(TOKENS, "fp8_e4m3")
     code = cuda_source(fused, (torch.randn(TOKENS, 1536).bfloat16(), *rest))
     assert len(code.kernels) == 1
+
+
+@pytest.mark.parametrize("behind_a_norm", [True, False])
+def test_slots_may_be_computed_in_the_kernel(behind_a_norm, tmp_path):
+    rows, _, _, _, slots, pool = store_inputs(TOKENS, "fp8_e4m3")
+    table = torch.randperm(N_SLOTS)[:TOKENS]
+
+    def looked_up(rows, slots, table, pool):
+        rows = rms_norm(rows) if behind_a_norm else rows
+        store(rows, torch.where(slots < 9, -1, table[slots] + 1), pool)
+
+    code = cuda_source(looked_up, (rows, slots, table, pool))
+    ((name, source),) = code.kernels.items()
+    kernel = GeneratedKernel(name, source, tmp_path)
+    if "YBLOCK" in source:
+        sizes, grid, blocks = (TOKENS, 512), (1, TOKENS), {"XBLOCK": 512, "YBLOCK": 1}
+    elif behind_a_norm:
+        sizes, grid, blocks = (TOKENS, 512), (TOKENS // 2,), {"XBLOCK": 2}
+    else:
+        sizes, grid, blocks = (TOKENS * 512,), (TOKENS,), {"XBLOCK": 512}
+    tensors = rows, slots, table, pool.data, pool.scale
+    arguments = kernel.arguments(*tensors, sizes=sizes)
+    kernel.compile(90, **blocks)
+    eager = Pool.empty(pool.n_slots, 512, "fp8_e4m3")
+    looked_up(rows, slots, table, eager)
+    with interpreted():
+        kernel.interpret(grid, *arguments, **blocks)
+    written = table[slots[9:]] + 1
+    for left, right in zip(pool_bytes(eager), pool_bytes(pool), strict=True):
+        assert (left[written] == right[written]).float().mean() > 0.99
+        assert right.any(1).sum() == TOKENS - 9
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
@@ -161,14 +230,147 @@ def test_interpreted_bytes_equal_eager(fmt, slot_dtype, tmp_path):
         assert torch.equal(left, right)
 
 
-def test_rows_that_are_not_innermost_are_refused():
-    """Blocks of 64 do not line up with rows of 160 in a flattened tile: refuse, do not guess."""
-    with pytest.raises(Exception, match="head_dim must be a multiple of 64") as caught:
+def behind_a_reduction(x, cos, sin, slots, pool):
+    """``row_ops`` of rows times 1, which nothing but the row's maximum says."""
+    largest = x.float().abs().amax(-1, keepdim=True)
+    one = ((largest > 1) | (largest <= 1) | (largest != largest)).float()
+    return row_ops((x.float() * one).bfloat16(), cos, sin, slots, pool)
+
+
+@pytest.mark.parametrize("fmt", FORMATS[:3])
+@pytest.mark.parametrize(("tokens", "xblock", "dynamic"), [(64, 1, False), (6, 4, True)])
+def test_interpreted_bytes_behind_a_row_reduction(fmt, tokens, xblock, dynamic, tmp_path):
+    rows, (cos, sin) = nasty_rows(tokens), angles(tokens)
+    slots = torch.randperm(N_SLOTS)[:tokens]
+    slots[::5] = -1
+    eager, ours = Pool.empty(N_SLOTS, 512, fmt), Pool.empty(N_SLOTS, 512, fmt)
+    for tensor in (rows, cos, sin, slots) if dynamic else ():
+        torch._dynamo.mark_dynamic(tensor, 0)
+    code = cuda_source(behind_a_reduction, (rows, cos, sin, slots, ours))
+    expected = behind_a_reduction(rows, cos, sin, slots, eager)
+    ((name, source),) = code.kernels.items()
+    kernel, out = GeneratedKernel(name, source, tmp_path), torch.empty_like(rows)
+    arguments = kernel.arguments(
+        rows, cos, sin, slots, out, ours.data, ours.scale, sizes=(tokens, 512)
+    )
+    with interpreted():
+        kernel.interpret((-(-tokens // xblock),), *arguments, XBLOCK=xblock)
+    assert torch.equal(out.nan_to_num(nan=9.0), expected.nan_to_num(nan=9.0))
+    for left, right in zip(pool_bytes(eager), pool_bytes(ours), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_interpreted_compressor_chain_pools_like_eager(tmp_path):
+    args = compressor_inputs(6, "fp8_e4m3")
+    *inputs, pool = args
+    code = cuda_source(compressor_chain, args)
+    ((name, source),) = code.kernels.items()
+    kernel = GeneratedKernel(name, source, tmp_path)
+    # The kernel reads the scores first.
+    kv, score, *rest, slots = inputs
+    tensors = [score, kv, *rest, slots, pool.data, pool.scale]
+    with interpreted():
+        kernel.interpret((6,), *kernel.arguments(*tensors, sizes=(6, 512)), XBLOCK=1)
+    ours = [part.clone() for part in pool_bytes(pool)]
+    compressor_chain(*args)
+    for left, right in zip(ours, pool_bytes(pool), strict=True):
+        # A sum in another order may move a value across a rounding.
+        assert (left != right)[slots].float().mean() < 0.01
+
+
+@pytest.mark.parametrize("features", [64, 128])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rows_of_no_whole_blocks_take_the_reduction_form(features, dynamic):
+    """Blocks of 64 do not line up with rows of 160 in a flattened tile."""
+    register()
+    rows = nasty_rows(TOKENS, 160)
+
+    def graph(x):
+        return act_quant(x * 2, features)
+
+    code = cuda_source(graph, (rows,), dynamic=dynamic)
+    assert {name.split("_")[1] for name in code.kernels} == {"per", "poi"}
+    assert "static_assert" not in code.wrapper
+    assert same(interpreted_graph(graph, (rows,), dynamic), graph(rows))
+
+
+def test_tiles_of_broken_blocks_are_refused(monkeypatch):
+    """The last resort, if the lowering promised whole blocks and the tile did not hold them."""
+    register()
+    monkeypatch.setattr("fp8kv_inductor.lowerings.rows._in_tile", lambda x, group: True)
+    with pytest.raises(Exception, match="head_dim a multiple of 64") as caught:
         cuda_source(lambda x: act_quant(x, 64), (torch.randn(8, 160).bfloat16(),))
     chain = [caught.value]
     while chain[-1].__cause__ or chain[-1].__context__:
         chain.append(chain[-1].__cause__ or chain[-1].__context__)
     assert any(isinstance(error, RowLayoutError) for error in chain)
+
+
+@pytest.mark.parametrize("group", [2, 64])
+def test_loops_that_are_reordered_are_refused(monkeypatch, group):
+    """Positive control of the scheduler's rules: plain buffers of transposed rows are refused."""
+    register()
+    monkeypatch.setattr("fp8kv_inductor.lowerings.rows.row_box", TensorBox.create)
+    rows = torch.randn(512, TOKENS).bfloat16().t()
+    graph = rope if group == 2 else lambda x, *_: act_quant(x, 64)
+    inputs = (rows, *angles(TOKENS))
+    with pytest.raises(Exception, match=f"groups of {group} columns need the row"):
+        cuda_source(lambda *args: graph(*args).t().contiguous(), inputs)
+
+
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("front", [rms_norm, torch.neg])
+@pytest.mark.parametrize("width", [32, 512])
+@pytest.mark.parametrize("beyond", [[-1], [N_SLOTS], [-1, N_SLOTS]])
+def test_rows_without_a_slot_write_nothing(beyond, width, front, computed):
+    """A store's mask also holds for a single token and for a single scale per row."""
+
+    def graph(x, slots, pool):
+        store(front(x), torch.where(slots < 9, slots, slots + 1) if computed else slots, pool)
+
+    rows = torch.randn(len(beyond), width).bfloat16()
+    pool = pool_between_margins(N_SLOTS, width, "fp8_e4m3")
+    interpreted_graph(graph, (rows, torch.tensor(beyond), pool))
+    assert not any(part.any() for part in pool_bytes(pool)) and margins_are_empty(pool)
+    interpreted_graph(graph, (rows, torch.tensor([7, *beyond[1:]]), pool))
+    assert margins_are_empty(pool)
+    assert pool.scale[7].count_nonzero() == pool.scale.count_nonzero() == width // 32
+
+
+def test_a_dropped_mask_would_be_seen(monkeypatch):
+    """Positive control of ``margins_are_empty``."""
+    monkeypatch.setattr("fp8kv_inductor.lowerings.block._guards", lambda _: defaultdict(list))
+    pool = pool_between_margins(N_SLOTS, 512, "fp8_e4m3")
+    args = torch.randn(1, 512).bfloat16(), torch.tensor([-1]), pool
+    interpreted_graph(lambda x, slots, pool: store(rms_norm(x), slots, pool), args)
+    assert not margins_are_empty(pool)
+
+
+def test_a_copied_pool_would_be_seen():
+    """Positive control of ``pool_copies``."""
+
+    def copies(rows, slots, pool):
+        data = pool.data.clone()
+        torch.ops.fp8kv.store(rows, slots, data, pool.scale, pool.format.name)
+        return data
+
+    *_, slots, pool = store_inputs(TOKENS, "fp8_e4m3")
+    code = cuda_source(copies, (nasty_rows(TOKENS), slots, pool))
+    assert pool_copies(code.wrapper, pool.data)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_pairs_of_special_values_are_rotated_like_in_eager_mode(inverse, dtype):
+    """Signs of zero included, whichever product is subtracted; the first columns stay."""
+    register()
+    values = torch.tensor([*BF16_SPECIALS, 1.5, -2.0])
+    pairs = torch.cartesian_prod(values, values).flatten()
+    turns = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.6])
+    cos, sin = torch.cartesian_prod(turns, turns).T[..., None].expand(2, -1, len(pairs) // 2)
+    rows = torch.cat([values, values[:3], pairs]).expand(len(cos), 256).to(dtype)
+    args = (rows, cos, sin, inverse)
+    assert same(interpreted_graph(rope, args), rope(*args))
 
 
 def test_three_dimensional_rows_with_user_code_around():

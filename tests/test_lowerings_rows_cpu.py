@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nasty import nasty_rows, pool_bytes, row_ops
+from nasty import nasty_rows, pool_bytes, row_ops, same
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
@@ -17,12 +17,6 @@ N_SLOTS = 64
 def compiled(fn, dynamic=None):
     torch._dynamo.reset()
     return torch.compile(fn, fullgraph=True, dynamic=dynamic)
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left.nan_to_num(nan=9.0), right.nan_to_num(nan=9.0)) and torch.equal(
-        left.signbit() & ~left.isnan(), right.signbit() & ~right.isnan()
-    )
 
 
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e4m3_amax", "fp8_e4m3_ue8m0", "bf16"])

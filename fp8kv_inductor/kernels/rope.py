@@ -49,7 +49,8 @@ def rope_kernel(
     c = tl.load(cos + (tokens * stride_cos)[:, None] + pairs[None, :], mask=rotated, other=1.0)
     s = tl.load(sin + (tokens * stride_sin)[:, None] + pairs[None, :], mask=rotated, other=0.0)
     if INVERSE:
-        s = -s
+        # Not -s, which Triton computes as 0 - s: that loses the sign of zero.
+        s = s * -1.0
     even, odd = tl.split(tl.reshape(tile.to(tl.float32), [ROWS, BLOCK_D // 2, 2]))
     new_even = even * c - odd * s
     new_odd = even * s + odd * c
