@@ -81,13 +81,10 @@ class Shared:
         q_largest: `[1]` largest magnitude in ``q_right``, as bf16 bits.
         rows_left, rows_right: ring of two tiles `[TILE, HALF]`.
         rows: ring of four times the pool rows `[TILE]` of a tile, negative where dead.
-        columns: ring of four times the first column of a tile.
-        exponents: ring of four times by which power of two each warp's rows are divided.
+        exponents: ring of four times what each warp's rows were divided by.
         p, factor: weights `[BLOCK_H, TILE]` and what to multiply accumulators with `[BLOCK_H]`.
-        started: barriers of what ``gather_left`` says of the first tiles: rows, and exponents.
         q_ready, p_full, p_empty: barriers of the right queries and of p with its factor.
-        full_left, full_right, empty_left, empty_right: barriers of the ring; ``right`` knows by
-            itself when the right half of QUANTIZED rows is free.
+        full_left, full_right, empty_left, empty_right: barriers of the ring.
     """
 
     q_left: gl.shared_memory_descriptor
@@ -96,11 +93,9 @@ class Shared:
     rows_left: gl.shared_memory_descriptor
     rows_right: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor
-    columns: gl.shared_memory_descriptor
     exponents: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     factor: gl.shared_memory_descriptor
-    started: gl.shared_memory_descriptor
     q_ready: gl.shared_memory_descriptor
     full_left: gl.shared_memory_descriptor
     full_right: gl.shared_memory_descriptor

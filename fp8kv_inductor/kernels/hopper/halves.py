@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fp8kv_inductor.kernels.hopper.gather import load_right, put_right, tile_exponent
+from fp8kv_inductor.kernels.hopper.gather import tile_exponent
 from fp8kv_inductor.kernels.hopper.items import item_place, item_tiles, load_count
 from fp8kv_inductor.kernels.hopper.layouts import ACC, BLOCK_H, HALF, OUT, SCORES, TILE
 from fp8kv_inductor.kernels.hopper.query import fetch_query, prepare_query, prepare_right_query
@@ -207,10 +207,7 @@ def left_half(r, s):
 
 @gluon.jit
 def right_half(r, s):
-    """The right half of the queries and of the output, and of the rows if they are quantized.
-
-    While the tensor cores multiply one tile, the next one is dequantized.
-    """
+    """The right half of the queries and of the output."""
     ACC_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     item = gl.program_id(0)
     fetch_query(r, s.q_right, item, HALF)
@@ -219,12 +216,6 @@ def right_half(r, s):
     received = 0
     x = gl.zeros([BLOCK_H, HALF], gl.bfloat16, layout=OUT)
     last_item = r.n_items
-    if r.QUANTIZED:
-        mbarrier.wait(s.started.index(0), 0)
-        loaded = load_right(r, s, 0)
-        mbarrier.wait(s.started.index(1), 0)
-        put_right(s, loaded, 0)
-        first, first_scales, second, second_scales = load_right(r, s, 1)
     while item < r.n_items:
         prepare_right_query(r, s)
         if r.SPLITS == 1:
@@ -241,14 +232,10 @@ def right_half(r, s):
                 fetch_query(r, s.q_right, next_item, HALF)
             acc *= gl.expand_dims(s.factor.load(ACC_ROW), 1)
             weighted = warpgroup_mma(s.p, s.rows_right.index(slot), acc, is_async=True)
-            it += 1
-            if r.QUANTIZED:
-                put_right(s, (first, first_scales, second, second_scales), it)
-                first, first_scales, second, second_scales = load_right(r, s, it + 1)
             acc = warpgroup_mma_wait(0, deps=[weighted])
-            if not r.QUANTIZED:
-                mbarrier.arrive(s.empty_right.index(slot), count=1)
+            mbarrier.arrive(s.empty_right.index(slot), count=1)
             mbarrier.arrive(s.p_empty, count=1)
+            it += 1
             received += 1
         mbarrier.wait(s.p_full, received & 1)
         factor = s.factor.load(ACC_ROW)

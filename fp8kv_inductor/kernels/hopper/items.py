@@ -59,12 +59,12 @@ def next_tile(r, item, column, end, next_count):
 
 
 @gluon.jit
-def load_rows(r, item, column, end, N: gl.constexpr, LAYOUT: gl.constexpr):
-    """Pool rows `[N]` int32 of the columns from ``column`` on, negative where dead.
+def load_rows(r, item, column, end, FIRST: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pool rows `[N]` int32 of the columns from ``column + FIRST`` on, negative where dead.
 
     If a tile can hold rows of both pools, CMP is added to those of the compressed one.
     """
-    columns = column + gl.arange(0, N, layout=LAYOUT)
+    columns = column + FIRST + gl.arange(0, N, layout=LAYOUT)
     token, _, _ = item_place(r, item)
     row = r.indices + token.to(gl.int64) * r.stride_index_token
     rows = gl.load(row + columns * r.stride_index_column, mask=columns < end, other=-1)

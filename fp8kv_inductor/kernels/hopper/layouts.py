@@ -4,11 +4,10 @@ import triton.experimental.gluon.language as gl
 
 HEAD_DIM = 512
 """Features of a row that the layouts are made for."""
-BLOCK = gl.constexpr(32)
+BLOCK = 32
 """Elements per block scale that they are made for."""
 BLOCK_H = gl.constexpr(64)
 TILE = gl.constexpr(64)
-CHUNK_ROWS = gl.constexpr(32)
 HALF = gl.constexpr(HEAD_DIM // 2)
 VECTOR_BYTES = gl.constexpr(16)
 """What one cp.async copies; rows start at multiples of it."""
@@ -59,8 +58,6 @@ CHUNK_BLOCKS = gl.constexpr(
         [32, 8, 2, 4],
     )
 )
-# Its scales [row, block].
-CHUNK_SCALES = gl.constexpr(gl.SliceLayout(2, gl.SliceLayout(3, CHUNK_BLOCKS.value)))
 # No bank conflict when cp.async fills a line of 128 bytes, nor when 16-byte vectors are read.
 RAW = gl.constexpr(
     gl.SharedLinearLayout(
@@ -79,9 +76,9 @@ RAW = gl.constexpr(
         ]
     )
 )
-N_BLOCKS = gl.constexpr(HEAD_DIM // BLOCK.value)
+N_BLOCKS = gl.constexpr(HEAD_DIM // BLOCK)
 # Scales of a tile in vectors of 16 bytes: of fp16, and of one byte each.
 SCALES = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 SCALES_U8 = gl.constexpr(gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0]))
-# One number per warp of ``gather`` (or one for all), all of them in every thread.
+# One number per warp of ``gather``, all of them in every thread.
 EXPONENTS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))

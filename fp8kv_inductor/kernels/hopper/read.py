@@ -14,12 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fp8kv_inductor.formats import RowFormat
 from fp8kv_inductor.kernels.hopper.arguments import Read, Rows, Shared
-from fp8kv_inductor.kernels.hopper.gather import gather_left, gather_plain
+from fp8kv_inductor.kernels.hopper.gather import gather_plain, gather_quantized
 from fp8kv_inductor.kernels.hopper.halves import LOG2_E, left_half, right_half
 from fp8kv_inductor.kernels.hopper.layouts import (
     BLOCK,
     BLOCK_H,
-    CHUNK_ROWS,
     CMP,
     HALF,
     HEAD_DIM,
@@ -38,7 +37,7 @@ CAPABILITY = (9, 0)
 GROUP_WARPS = 4
 MAX_REGISTERS = 168
 """Per thread, on average: a third of the register file for each group, in steps of eight."""
-RIGHT_REGISTERS, GATHER_REGISTERS = 208, 64
+RIGHT_REGISTERS, GATHER_REGISTERS = 160, 112
 """What ``right`` and ``gather`` need; ``left`` gets the rest."""
 FEWEST_HEADS = 33
 """Below that, more than half of a block of heads is padding, and other kernels are better."""
@@ -137,11 +136,9 @@ def read_kernel(
         gl.allocate_shared_memory(FLOAT, [2, TILE, HALF], OPERAND),
         gl.allocate_shared_memory(FLOAT, [2, TILE, HALF], OPERAND),
         gl.allocate_shared_memory(gl.int32, [4, TILE], PLAIN),
-        gl.allocate_shared_memory(gl.int32, [4, 1], PLAIN),
         gl.allocate_shared_memory(gl.int32, [4, 4], PLAIN),
         gl.allocate_shared_memory(FLOAT, [BLOCK_H, TILE], OPERAND),
         gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
@@ -151,7 +148,6 @@ def read_kernel(
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
     )
     for slot in gl.static_range(2):
-        mbarrier.init(s.started.index(slot), count=1)
         mbarrier.init(s.full_left.index(slot), count=1)
         mbarrier.init(s.full_right.index(slot), count=1)
         mbarrier.init(s.empty_left.index(slot), count=1)
@@ -160,8 +156,8 @@ def read_kernel(
     mbarrier.init(s.p_full, count=1)
     mbarrier.init(s.p_empty, count=1)
     if QUANTIZED:
-        raw_first = gl.allocate_shared_memory(gl.int32, [CHUNK_ROWS, HALF // 4], RAW)
-        raw_second = gl.allocate_shared_memory(gl.int32, [CHUNK_ROWS, HALF // 4], RAW)
+        raw_first = gl.allocate_shared_memory(gl.int32, [32, HALF // 4], RAW)
+        raw_second = gl.allocate_shared_memory(gl.int32, [32, HALF // 4], RAW)
         raw_scales = gl.allocate_shared_memory(
             window_scale.dtype.element_ty, [2, TILE, N_BLOCKS], PLAIN_2D
         )
@@ -169,7 +165,7 @@ def read_kernel(
             [
                 (left_half, (r, s)),
                 (right_half, (r, s)),
-                (gather_left, (r, s, raw_first, raw_second, raw_scales)),
+                (gather_quantized, (r, s, raw_first, raw_second, raw_scales)),
             ],
             [gl.num_warps(), gl.num_warps()],
             [RIGHT_REGISTERS, GATHER_REGISTERS],
@@ -202,7 +198,7 @@ def takes_rows(
         n_heads >= FEWEST_HEADS
         and head_dim == HEAD_DIM
         and dtype == torch.bfloat16
-        and row_format.block in (0, BLOCK.value)
+        and row_format.block in (0, BLOCK)
         and softmax_scale > 0
         and 2 * rope_pairs <= HALF.value
     )
