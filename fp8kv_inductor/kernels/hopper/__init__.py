@@ -4,12 +4,10 @@ What Triton's compiler cannot do for ``kernels/attention.py``, Gluon can: dequan
 while the tensor cores work on the last ones. A program is three groups of four warps, each a loop
 of its own:
 
-``gather``  brings rows, 64 at a time, into a ring of two tiles in shared memory: bf16 rows in
-            place; of quantized rows the left half of the features, raw bytes by cp.async,
-            dequantized to fp16 on the way
-``left``    scores = Q rows^T, softmax, and the left half of the output: acc += P rows
-``right``   the right half of the output, with P and the rescaling factors from ``left``; while the
-            tensor cores multiply, it dequantizes the right half of the next quantized tile
+``gather``  brings 64 rows at a time into a ring of two tiles in shared memory: bf16 rows in place;
+            of quantized rows raw bytes by cp.async, dequantized to fp16 on the way
+``left``    scores = Q rows^T, softmax, and the left half of the features: acc += P rows
+``right``   the right half of the features; P and the rescaling factors come from ``left``
 
 Parallelization: a persistent grid of at most one program per streaming multiprocessor. An item is
 one token, one block of BLOCK_H heads and one split of the token's live columns; program p works on
