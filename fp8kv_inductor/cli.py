@@ -23,7 +23,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from fp8kv_inductor import demo, plan
+from fp8kv_inductor import demo, doctor, plan
 from fp8kv_inductor.budget import WINDOW_RATIO
 from fp8kv_inductor.chains import CHAINS
 from fp8kv_inductor.config import KV_CACHE_DTYPES, ConfigError
@@ -122,6 +122,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--seed", type=int, default=0, help="of the random weights")
     command.set_defaults(run=run_demo)
+
+    command = commands.add_parser(
+        "doctor",
+        help="say what runs here and how: versions, device, cache modes, lowerings",
+        description="Say what runs here and how. Exits with 1 if fp8 pools cannot be had.",
+        epilog="example: fp8kv doctor --json",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    command.set_defaults(run=run_doctor)
 
     command = commands.add_parser(
         "plan",
@@ -224,6 +235,17 @@ def run_demo(arguments: argparse.Namespace) -> None:
         print(json.dumps(result, indent=2))
     else:
         demo.print_table(result, Console())
+
+
+def run_doctor(arguments: argparse.Namespace) -> None:
+    """``fp8kv doctor``: the result on stdout, then a ConfigError if fp8 pools cannot be had."""
+    result = doctor.run(None if arguments.device == "auto" else arguments.device)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    else:
+        doctor.print_table(result, Console())
+    if result["problem"] is not None:
+        raise ConfigError(result["problem"])
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
