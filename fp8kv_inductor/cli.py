@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,10 +23,11 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from fp8kv_inductor import demo
+from fp8kv_inductor import demo, doctor, plan
+from fp8kv_inductor.budget import WINDOW_RATIO
 from fp8kv_inductor.chains import CHAINS
-from fp8kv_inductor.config import ConfigError
-from fp8kv_inductor.formats import FORMATS
+from fp8kv_inductor.config import KV_CACHE_DTYPES, ConfigError
+from fp8kv_inductor.formats import FORMATS, WEIGHT_FORMATS
 from fp8kv_inductor.model_config import PRESETS
 from fp8kv_inductor.pools import Pool
 from fp8kv_inductor.registration import register
@@ -62,6 +64,17 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def ratio(text: str) -> float:
+    """A positive number.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    if not re.fullmatch(r"\d*\.?\d+", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"found {text!r}; needed: a positive number as in 0.2")
+    return float(text)
 
 
 def read_text(path: Path | None, size: int) -> bytes:
@@ -109,6 +122,65 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--seed", type=int, default=0, help="of the random weights")
     command.set_defaults(run=run_demo)
+
+    command = commands.add_parser(
+        "doctor",
+        help="say what runs here and how: versions, device, cache modes, lowerings",
+        description="Say what runs here and how. Exits with 1 if fp8 pools cannot be had.",
+        epilog="example: fp8kv doctor --json",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    command.set_defaults(run=run_doctor)
+
+    command = commands.add_parser(
+        "plan",
+        help="split a GPU between KV pages and expert slots; nothing is allocated",
+        description="Split a GPU between KV pages and slots for routed experts, per cache mode. "
+        "Experts without a slot stay in host memory. All bytes are those of one GPU.",
+        epilog="example: fp8kv plan --model v4-flash --vram 48GiB --tp 2 --context 32768 --json",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    needed: dict[str, Any] = {"required": True, "default": argparse.SUPPRESS}
+    command.add_argument("--model", choices=PRESETS, **needed, help="shapes of the model")
+    command.add_argument(
+        "--vram", type=parse_bytes, **needed, metavar="BYTES", help="memory of one GPU"
+    )
+    command.add_argument(
+        "--tp", type=at_least(1), default=1, metavar="N", help="GPUs that share the model"
+    )
+    command.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        nargs="+",
+        default=["auto", "fp8_e4m3"],
+        help="cache modes to compare",
+    )
+    command.add_argument(
+        "--context", type=at_least(1), default=4096, metavar="N", help="tokens of a request"
+    )
+    command.add_argument(
+        "--window-ratio",
+        type=ratio,
+        default=WINDOW_RATIO,
+        metavar="R",
+        help="window pages per full-history page",
+    )
+    command.add_argument(
+        "--expert-dtype", choices=WEIGHT_FORMATS, default="fp4", help="routed experts"
+    )
+    command.add_argument(
+        "--linear-dtype", choices=WEIGHT_FORMATS, default="fp8", help="other linear layers"
+    )
+    command.add_argument(
+        "--workspace",
+        type=parse_bytes,
+        metavar="BYTES",
+        help="left for activations, graphs and libraries; without it, a tenth of --vram",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    command.set_defaults(run=run_plan)
 
     command = commands.add_parser(
         "code",
@@ -163,6 +235,38 @@ def run_demo(arguments: argparse.Namespace) -> None:
         print(json.dumps(result, indent=2))
     else:
         demo.print_table(result, Console())
+
+
+def run_doctor(arguments: argparse.Namespace) -> None:
+    """``fp8kv doctor``: the result on stdout, then a ConfigError if fp8 pools cannot be had."""
+    result = doctor.run(None if arguments.device == "auto" else arguments.device)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    else:
+        doctor.print_table(result, Console())
+    if result["problem"] is not None:
+        raise ConfigError(result["problem"])
+
+
+def run_plan(arguments: argparse.Namespace) -> None:
+    """``fp8kv plan``: the result on stdout."""
+    result = plan.run(
+        plan.Options(
+            model=arguments.model,
+            modes=arguments.kv_cache_dtype,
+            vram=arguments.vram,
+            tp=arguments.tp,
+            context=arguments.context,
+            window_ratio=arguments.window_ratio,
+            expert_dtype=arguments.expert_dtype,
+            linear_dtype=arguments.linear_dtype,
+            workspace=arguments.workspace,
+        )
+    )
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    else:
+        plan.print_table(result, Console())
 
 
 def run_bench(arguments: argparse.Namespace) -> None:

@@ -47,7 +47,6 @@ class CacheConfig:
         kv_format: rows of the window and the compressed pools, always quantized together.
         idx_format: rows of the indexer keys; an error there would change routing.
         state_format: rows of the compressor states, which are accumulators.
-        page_size: tokens per page.
     """
 
     model: ModelConfig
@@ -56,7 +55,11 @@ class CacheConfig:
     kv_format: RowFormat
     idx_format: RowFormat = IDX_FORMAT
     state_format: RowFormat = STATE_FORMAT
-    page_size: int = PAGE_SIZE
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page: ``PAGE_SIZE``, the same for every mode."""
+        return PAGE_SIZE
 
     @classmethod
     def resolve(

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-import fp8kv_inductor
 from fp8kv_inductor._compat import generated_kernels
 from fp8kv_inductor.budget import plan_pages
 from fp8kv_inductor.config import CacheConfig, ConfigError
+from fp8kv_inductor.doctor import device_name, versions
 from fp8kv_inductor.engine import Engine
 from fp8kv_inductor.models.deepseek_v4 import DeepseekV4, load_weights, random_weights
 
@@ -114,11 +113,7 @@ def run(options: Options, progress: Progress) -> dict[str, Any]:
         "prompt_bytes": [len(prompt) for prompt in prompts],
         "new_tokens": options.new_tokens,
         "device": device_name(caches[0].device),
-        "versions": {
-            "fp8kv_inductor": fp8kv_inductor.__version__,
-            "torch": torch.__version__,
-            "triton": triton_version(),
-        },
+        "versions": versions(),
     }
 
 
@@ -210,19 +205,6 @@ def generate(
         progress.advance(task, len(result.tokens))
     outputs = [engine.finished(request_id) for request_id in ids]
     return [tokens for tokens in outputs if tokens is not None], decoded / seconds
-
-
-def device_name(device: torch.device) -> str:
-    """A name for people."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def triton_version() -> str | None:
-    """Version of Triton, None where it is not installed."""
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:

@@ -10,10 +10,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8kv_inductor.budget import WINDOW_RATIO, PoolPlan, plan_pages, window_pages_for
+from fp8kv_inductor.budget import (
+    WINDOW_RATIO,
+    PoolPlan,
+    lookback_pages,
+    plan_pages,
+    window_pages_for,
+)
 from fp8kv_inductor.config import CacheConfig, ConfigError
 from fp8kv_inductor.models.deepseek_v4 import DeepseekV4
-from fp8kv_inductor.page_table import PageTable, lookback_pages
+from fp8kv_inductor.page_table import PageTable
 from fp8kv_inductor.pools import KVPools
 from fp8kv_inductor.sampling import sample
 from fp8kv_inductor.slots import StepBatch

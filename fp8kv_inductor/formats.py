@@ -2,6 +2,7 @@
 
 Pools allocate with it, the planner counts with it, kernels and lowerings take their constants from
 it. Nothing here touches tensor data; the arithmetic that a format names lives in ``numerics``.
+Weights have formats, too, which the planner counts with.
 """
 
 from __future__ import annotations
@@ -95,3 +96,47 @@ def get_format(name: str) -> RowFormat:
         return FORMATS[name]
     except KeyError:
         raise ValueError(f"unknown row format {name!r}; known: {', '.join(FORMATS)}") from None
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a weight matrix `[n_out, n_in]` lies in memory.
+
+    Attributes:
+        name: for people and command lines.
+        code_dtype: dtype of the values, or of the codes that stand for them.
+        values_per_code: neighbouring values of a row that share one code.
+        scale_block: `(n_out, n_in)` values that share a scale of one byte, a power of two;
+            None without scales.
+    """
+
+    name: str
+    code_dtype: torch.dtype
+    values_per_code: int = 1
+    scale_block: tuple[int, int] | None = None
+
+    def tensors(self, n_out: int, n_in: int) -> list[tuple[tuple[int, int], torch.dtype]]:
+        """Shape and dtype of each tensor that holds such a matrix: codes, then scales."""
+        tensors = [((n_out, -(-n_in // self.values_per_code)), self.code_dtype)]
+        if self.scale_block is not None:
+            rows, columns = self.scale_block
+            tensors.append(((-(-n_out // rows), -(-n_in // columns)), torch.uint8))
+        return tensors
+
+    def nbytes(self, n_out: int, n_in: int) -> int:
+        """Bytes of such a matrix, scales included."""
+        return sum(
+            rows * columns * dtype.itemsize for (rows, columns), dtype in self.tensors(n_out, n_in)
+        )
+
+
+WEIGHT_FORMATS: dict[str, WeightFormat] = {
+    weight_format.name: weight_format
+    for weight_format in (
+        WeightFormat("bf16", torch.bfloat16),
+        WeightFormat("fp8", torch.float8_e4m3fn, scale_block=(128, 128)),
+        WeightFormat("fp4", torch.uint8, values_per_code=2, scale_block=(1, 32)),
+    )
+}
+"""Formats of linear layers by name. The public checkpoints hold routed experts as fp4 (e2m1) and
+the other linear layers as fp8 (e4m3)."""

@@ -79,6 +79,11 @@ class ModelConfig:
         """State rows per window page: the slots that a group pools over."""
         return (1 + self.overlap(ratio)) * ratio
 
+    @property
+    def lookback(self) -> int:
+        """Positions that a step needs, its own included: the window, or what a group pools."""
+        return max(self.window_size, *(self.state_ring(ratio) for ratio in self.compress_ratios))
+
     @classmethod
     def from_any(cls, model: Any) -> ModelConfig:
         """A ModelConfig from itself, a preset's name, a Hugging Face config or its dict.

@@ -78,17 +78,13 @@ class PageTable:
     Attributes:
         page_table: `[R, P]` int64 host tensor, full-history pages, -1 where there is none.
         window_table: `[R, P]` int64 host tensor, window pages, -1 where there is none.
-        lookback: positions that a step needs, its own included: the attention window, or the
-            tokens that a compressor pools.
+        lookback: the model's, see :attr:`ModelConfig.lookback`.
     """
 
     def __init__(self, plan: PoolPlan, page_table: Tensor, window_table: Tensor) -> None:
-        model = plan.cache.model
         self.plan = plan
         self.page_size = plan.cache.page_size
-        self.lookback = max(
-            model.window_size, *(model.state_ring(ratio) for ratio in model.compress_ratios)
-        )
+        self.lookback = plan.cache.model.lookback
         self.page_table = page_table.fill_(-1)
         self.window_table = window_table.fill_(-1)
         self.full = FreeList(plan.num_pages)
@@ -98,11 +94,11 @@ class PageTable:
 
     def pages_for(self, tokens: int) -> int:
         """Full-history pages of a request of ``tokens`` tokens."""
-        return -(-tokens // self.page_size)
+        return self.plan.pages_for(tokens)
 
     def reserve_for(self, tokens: int) -> int:
         """Window pages that ``lookback`` positions of such a request can touch."""
-        return min(self.pages_for(tokens), lookback_pages(self.lookback, self.page_size))
+        return self.plan.reserve_for(tokens)
 
     def check(self, tokens: int) -> None:
         """Raise unless a request of ``tokens`` tokens fits when it is alone.
@@ -173,8 +169,3 @@ class PageTable:
         """Free window pages that no admitted request may still claim."""
         claims = (max(0, h.reserved - len(h.window)) for h in self._holdings.values())
         return len(self.window) - sum(claims)
-
-
-def lookback_pages(lookback: int, page_size: int) -> int:
-    """Pages that ``lookback`` neighbouring positions touch at most."""
-    return -(-(lookback - 1) // page_size) + 1

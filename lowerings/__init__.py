@@ -32,12 +32,8 @@ def register_lowerings() -> dict[str, tuple[str, ...]]:
     registered: dict[str, tuple[str, ...]] = {}
     problems: list[str] = []
     for name in _compat.LOWERING_NAMES:
-        missing = _compat.missing_names(name)
-        if missing:
-            problems.append(f"{name} needs {', '.join(missing)}")
-            continue
         try:
-            registered[name] = importlib.import_module(f"{__name__}.{name}").register()
+            registered[name] = register_file(name)
         except (ImportError, AttributeError) as error:
             problems.append(f"{name}: {error}")
     if problems:
@@ -48,3 +44,19 @@ def register_lowerings() -> dict[str, tuple[str, ...]]:
             stacklevel=3,
         )
     return registered
+
+
+def register_file(name: str) -> tuple[str, ...]:
+    """Register one lowering file, once per process; returns the operators that it lowers.
+
+    Raises:
+        ImportError, AttributeError: this torch cannot carry it.
+    """
+    if missing := _compat.missing_names(name):
+        raise ImportError(f"needs {', '.join(missing)}")
+    return _register_file(name)
+
+
+@cache
+def _register_file(name: str) -> tuple[str, ...]:
+    return importlib.import_module(f"{__name__}.{name}").register()

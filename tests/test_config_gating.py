@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8kv_inductor import CacheConfig, ConfigError, get_format
-from fp8kv_inductor.config import KV_CACHE_DTYPES
+from fp8kv_inductor.config import KV_CACHE_DTYPES, PAGE_SIZE
 from fp8kv_inductor.model_config import PRESETS, TINY
 
 QUANTIZED = [mode for mode in KV_CACHE_DTYPES if mode != "auto"]
@@ -96,3 +96,11 @@ def test_this_gpu_is_the_default():
 def test_cuda_without_a_device():
     with pytest.raises(ConfigError, match=r"no usable CUDA device behind 'cuda'.*device='cpu'"):
         CacheConfig.resolve("tiny", "fp8_e4m3", "cuda")
+
+
+def test_there_is_one_page_size():
+    """Slot maps and planner share a constant, so a mode cannot bring a page size of its own."""
+    cache = CacheConfig.resolve("tiny", "auto", "cpu")
+    assert cache.page_size == PAGE_SIZE
+    with pytest.raises(TypeError, match="page_size"):
+        replace(cache, page_size=64)

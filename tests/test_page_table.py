@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8kv_inductor.budget import PoolPlan
+from fp8kv_inductor.budget import PoolPlan, lookback_pages
 from fp8kv_inductor.config import PAGE_SIZE, CacheConfig, ConfigError
-from fp8kv_inductor.page_table import FreeList, PageTable, lookback_pages
+from fp8kv_inductor.page_table import FreeList, PageTable
 
 CACHE = CacheConfig.resolve("tiny", "auto", "cpu")
 
