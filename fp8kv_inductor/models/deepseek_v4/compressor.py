@@ -30,13 +30,17 @@ class Compressor(nn.Module):
         self.ape = nn.Parameter(
             torch.empty(ratio, wide, dtype=torch.float32, device=device), requires_grad=False
         )
-        self.wkv = Linear(model.dim, wide, torch.float32, device)
-        self.wgate = Linear(model.dim, wide, torch.float32, device)
+        # wkv above wgate: one product gives the state row.
+        self.wkv_gate = Linear(model.dim, 2 * wide, torch.float32, device)
         self.norm = RMSNorm(width, model.norm_eps, device)
 
     def states(self, x: Tensor, positions: Tensor) -> Tensor:
         """State rows `[T, 2 * halves * width]` fp32 of tokens ``x`` `[T, dim]`."""
-        return torch.cat([self.wkv(x), self.wgate(x) + self.ape[positions % self.ratio]], -1)
+        kv_score = self.wkv_gate(x).unflatten(-1, (2, -1))
+        ape = self.ape[positions % self.ratio].unsqueeze(1)
+        # The position counts in the score alone; a select keeps this pointwise, a cat would not.
+        is_score = torch.arange(2, device=x.device).unsqueeze(1) == 1
+        return (kv_score + torch.where(is_score, ape, 0.0)).flatten(1)
 
     def forward(self, states: Tensor, step: RatioStep, pool: Pool, dtype: torch.dtype) -> Tensor:
         """Pool each closing group, from this step's states and those of earlier steps.

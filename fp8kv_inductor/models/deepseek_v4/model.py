@@ -78,9 +78,9 @@ class Block(nn.Module):
 class DeepseekV4(nn.Module):
     """The backbone and head over bound pools.
 
-    Parameters carry the names of the public reference (except that routed experts are stacked) and
-    are allocated, not initialised: see ``weights``. Router, hyper-connections, compressors, norms
-    and head are fp32, the other weights ``dtype``.
+    Parameters carry the names of the public reference (except that routed experts are stacked and
+    the two weights of a compressor are one) and are allocated, not initialised: see ``weights``.
+    Router, hyper-connections, compressors, norms and head are fp32, the other weights ``dtype``.
 
     For one graph over changing numbers of tokens mark those axes of the batch dynamic;
     ``dynamic=True`` would also turn every float of the configuration into an input.

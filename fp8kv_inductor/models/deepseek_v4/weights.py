@@ -21,14 +21,17 @@ MTP_PREFIX = "mtp."
 def reference_weights(model: DeepseekV4) -> dict[str, Tensor]:
     """The model's parameters by reference name, as views: writing to one writes to the model.
 
-    Stacked experts appear one by one.
+    Stacked experts appear one by one, and the two weights of a compressor apart.
     """
     stacked = {name for name, module in model.named_modules() if isinstance(module, Experts)}
     weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         owner, _, leaf = name.rpartition(".")
         if owner not in stacked:
-            weights[name] = tensor
+            compressor, joined, _ = name.rpartition("wkv_gate.weight")
+            names = ("wkv.weight", "wgate.weight") if joined else (name,)
+            parts = tensor.chunk(len(names))
+            weights |= {compressor + part: w for part, w in zip(names, parts, strict=True)}
             continue
         for expert, weight in enumerate(tensor.unbind()):
             weights[f"{owner}.{expert}.{leaf}.weight"] = weight.T if leaf == "w2" else weight
