@@ -101,20 +101,20 @@ def read_inputs(tokens: int, fmt: str) -> tuple[Any, ...]:
 
 
 class DecodeLayer(nn.Module):
-    """The attention part of a V4-Flash layer with indexer, in a decode step."""
+    """The attention part of a V4-Flash layer in a decode step, by default one with indexer."""
 
-    def __init__(self, fmt: str) -> None:
+    def __init__(self, fmt: str, ratio: int = OVERLAP_RATIO) -> None:
         super().__init__()
         mode = "auto" if fmt == "bf16" else fmt
         cache = CacheConfig.resolve(MODEL, mode, "cpu")
-        layer = MODEL.compress_ratios.index(OVERLAP_RATIO)
+        layer = MODEL.compress_ratios.index(ratio)
         # Primes, like N_SLOTS.
         plan = PoolPlan(cache, num_pages=7, window_pages=5)
         shapes = [shape for shape in plan.shapes if shape.layer == layer]
         self.pools = LayerPools(
             {s.tier: Pool.empty(s.n_slots, s.width, s.row_format) for s in shapes}
         )
-        self.attention = Attention(MODEL, OVERLAP_RATIO, torch.bfloat16, rounding=True)
+        self.attention = Attention(MODEL, ratio, torch.bfloat16, rounding=True)
         self.rotary = Rotary(MODEL)
 
     def forward(self, x: Tensor, batch: StepBatch) -> Tensor:

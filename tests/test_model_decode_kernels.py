@@ -1,0 +1,81 @@
+"""Kernels of a decode layer's attention part, without matrix products; DESIGN.md says why each."""
+
+import expecttest
+import torch
+
+from fp8kv_inductor.chains import DecodeLayer, decode_inputs
+from fp8kv_inductor.lowerings.cross_compile import cuda_source, launches
+
+OPERATORS = ("rope", "act_quant", "store", "indexer_scores", "sparse_attention")
+
+
+def kernels(ratio: int) -> str:
+    """One line per launch: Inductor's kind of kernel and which of our operators are in it."""
+    with torch.no_grad():
+        code = cuda_source(DecodeLayer("fp8_e4m3", ratio), decode_inputs(64))
+    lines = []
+    for name in launches(code.wrapper):
+        kind = name.split("_")[1] if name.startswith("triton_") else name
+        inside = [op for op in OPERATORS if f"_{op}_" in name]
+        lines.append(" ".join([kind, *inside]))
+    return "\n".join(lines)
+
+
+def test_window_layer():
+    expecttest.assert_expected_inline(
+        kernels(0),
+        """\
+per rope act_quant store
+per
+per rope
+poi
+fp8kv_read
+poi sparse_attention
+poi""",
+    )
+
+
+def test_layer_with_indexer():
+    expecttest.assert_expected_inline(
+        kernels(4),
+        """\
+poi
+poi
+poi
+red rope act_quant store
+poi store
+red rope
+per store
+poi store
+per
+poi rope
+per
+poi
+poi
+poi
+tem indexer_scores
+per rope
+poi
+fp8kv_read
+poi sparse_attention
+poi""",
+    )
+
+
+def test_layer_without_indexer():
+    expecttest.assert_expected_inline(
+        kernels(128),
+        """\
+poi
+poi
+red
+poi
+per rope act_quant store
+poi store
+per
+per rope
+poi
+fp8kv_read
+poi sparse_attention
+poi""",
+    )
