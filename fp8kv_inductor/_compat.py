@@ -37,8 +37,11 @@ LOWERING_NAMES = {
         f"{TRITON}:TritonKernel.store",
     ),
     "attention": (
+        "torch._inductor.ir:MutationOutput",
         "torch._inductor.ir:Reduction.create",
         "torch._inductor.lowering:empty_strided",
+        "torch._inductor.select_algorithm:ExternKernelCaller.output_node",
+        "torch._inductor.select_algorithm:ExternKernelChoice.bind",
         "torch._inductor.select_algorithm:TritonTemplate.maybe_append_choice",
         "torch._inductor.select_algorithm:SymbolicGridFn",
         "torch._inductor.select_algorithm:autotune_select_algorithm",
