@@ -192,7 +192,7 @@ def _takes_hopper(read: _Read, target: Target, heads: int, head_dim: int) -> boo
     hopper = kernels.hopper_read()
     if hopper is None or target.capability != hopper.CAPABILITY or V.graph.cpp_wrapper:
         return False
-    pairs = 0 if read.angles is None else V.graph.sizevars.guard_int(read.angles[0].get_size()[1])
+    pairs = 0 if read.angles is None else _pairs(read)
     return hopper.takes_rows(
         heads, head_dim, read.q.get_dtype(), read.fmt, read.softmax_scale, pairs
     )
@@ -202,14 +202,13 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
     """Prefill or split-k, by the number of tokens that the graph is compiled for."""
     tokens, *row_sizes = read.q.get_size()
     heads, head_dim = map(V.graph.sizevars.guard_int, row_sizes)
-    columns = read.indices.get_size()[1]
-    device = read.q.get_device_or_error()
+    device, dtype = read.q.get_device_or_error(), read.q.get_dtype()
     target = Target.of(device)
-    dtype = read.q.get_dtype()
     tile = kernels.choose_read_config(heads, head_dim, dtype, target.shared_bytes)
     head_blocks = triton.cdiv(heads, tile.block_h)
     hint = V.graph.sizevars.optimization_hint
-    splits = kernels.choose_splits(hint(tokens), head_blocks, hint(columns), target.sm_count)
+    columns = hint(read.indices.get_size()[1])
+    splits = kernels.choose_splits(hint(tokens), head_blocks, columns, target.sm_count)
     splits = min(splits, MAX_SPLITS)
     # The pairs of an odd row begin at odd features, which a tile does not hold as neighbours.
     inside = read.angles if splits == 1 and head_dim % 2 == 0 else None
@@ -220,58 +219,17 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
         pools += [read.window[1], read.cmp[1]]
     counts = [] if read.cmp_counts is None else [read.cmp_counts]
     inputs = realized(read.q, read.indices, read.sink, lse, *pools, *counts, *(inside or ()))
-    template = {
-        "mutated_inputs": [inputs[LSE]],
-        "call_sizes": [tokens, head_blocks, splits],
-        "D": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "BLOCK": read.fmt.block,
-        "BLOCK_H": tile.block_h,
-        "SPLITS": splits,
-        "N_WINDOW": read.n_window,
-        "SOFTMAX_SCALE": read.softmax_scale,
-        "HAS_COUNTS": bool(counts),
-        "PAIRS": V.graph.sizevars.guard_int(inside[0].get_size()[1]) if inside else 0,
-    }
-    by_hand = {
-        "fmt": read.fmt.name,
-        "n_window": read.n_window,
-        "softmax_scale": read.softmax_scale,
-        "splits": splits,
-        "has_counts": bool(counts),
-        "has_angles": inside is not None,
-    }
-    choices: list[tuple[Any, dict[str, Any]]] = []
-    if _takes_hopper(read, target, heads, head_dim):
-        choices.append((_by_hand(), by_hand))
-    tiles = [(tile.block_k, tile.num_warps)]
-    if config.max_autotune and dtype == torch.bfloat16:
-        tiles += [other for other in TEMPLATE_TILES if other not in tiles]
-    choices += [
-        (
-            _template(),
-            {
-                **template,
-                "BLOCK_K": block_k,
-                "STAGES": tile.num_stages,
-                "num_warps": num_warps,
-                "num_stages": tile.num_stages,
-            },
-        )
-        for block_k, num_warps in tiles
-    ]
+    generators = {INDICES: functools.partial(_random_rows, read)}
+    if counts:
+        generators[LSE + 1 + len(pools)] = functools.partial(_full_counts, read)
     sizes = [tokens, heads, head_dim] if splits == 1 else [tokens, heads, splits, head_dim]
+    stride = ir.FlexibleLayout.contiguous_strides(sizes)
     part = select(
         "sparse_attention",
         inputs,
-        ir.FixedLayout(
-            device,
-            dtype if splits == 1 else F32,
-            sizes,
-            ir.FlexibleLayout.contiguous_strides(sizes),
-        ),
-        choices if config.max_autotune else choices[:1],
-        {INDICES: functools.partial(_random_rows, read)},
+        ir.FixedLayout(device, dtype if splits == 1 else F32, sizes, stride),
+        _choices(read, target, inputs[LSE], [tokens, head_blocks, splits], inside is not None),
+        generators,
     )
     if splits == 1:
         out = part if inside else _rotated(read, part)
@@ -280,14 +238,81 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
     return _rotated(read, out), total_lse
 
 
+def _choices(
+    read: _Read, target: Target, lse: ir.IRNode, call_sizes: list[Any], rotates: bool
+) -> list[tuple[Any, dict[str, Any]]]:
+    """What can compute the read, best guess first; only that without max-autotune.
+
+    Args:
+        read, target: the operator's arguments and the device.
+        lse: what the read writes besides its output.
+        call_sizes: tokens, blocks of heads, splits.
+        rotates: whether the angles are among the inputs.
+    """
+    heads, head_dim = map(V.graph.sizevars.guard_int, read.q.get_size()[1:])
+    splits, dtype = call_sizes[2], read.q.get_dtype()
+    tile = kernels.choose_read_config(heads, head_dim, dtype, target.shared_bytes)
+    shared = {
+        "mutated_inputs": [lse],
+        "call_sizes": call_sizes,
+        "D": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK": read.fmt.block,
+        "BLOCK_H": tile.block_h,
+        "SPLITS": splits,
+        "N_WINDOW": read.n_window,
+        "SOFTMAX_SCALE": read.softmax_scale,
+        "HAS_COUNTS": read.cmp_counts is not None,
+        "PAIRS": _pairs(read) if rotates else 0,
+        "STAGES": tile.num_stages,
+        "num_stages": tile.num_stages,
+    }
+    tiles = [(tile.block_k, tile.num_warps)]
+    if config.max_autotune and dtype == torch.bfloat16:
+        tiles += [other for other in TEMPLATE_TILES if other not in tiles]
+    choices: list[tuple[Any, dict[str, Any]]] = [
+        (_template(), {**shared, "BLOCK_K": block_k, "num_warps": num_warps})
+        for block_k, num_warps in tiles
+    ]
+    if _takes_hopper(read, target, heads, head_dim):
+        by_hand = {
+            "fmt": read.fmt.name,
+            "n_window": read.n_window,
+            "softmax_scale": read.softmax_scale,
+            "splits": splits,
+            "has_counts": read.cmp_counts is not None,
+            "has_angles": rotates,
+        }
+        choices.insert(0, (_by_hand(), by_hand))
+    return choices if config.max_autotune else choices[:1]
+
+
+def _pairs(read: _Read) -> int:
+    """R / 2 of the angles that the output is rotated back by."""
+    assert read.angles is not None
+    return V.graph.sizevars.guard_int(read.angles[0].get_size()[1])
+
+
 def _random_rows(read: _Read, indices: ir.IRNode) -> torch.Tensor:
     """Indices to time choices with: rows all over the smaller pool."""
     hint = V.graph.sizevars.optimization_hint
     n_slots = min(hint(pool[0].get_size()[0]) for pool in (read.window, read.cmp))
-    size = [hint(extent) for extent in indices.get_size()]
-    stride = [hint(step) for step in indices.get_stride()]
-    rows = torch.empty_strided(size, stride, dtype=indices.get_dtype(), device=indices.get_device())
-    return rows.copy_(torch.randint(0, n_slots, size, device=rows.device))
+    rows = _like(indices)
+    return rows.copy_(torch.randint(0, n_slots, rows.shape, device=rows.device))
+
+
+def _full_counts(read: _Read, counts: ir.IRNode) -> torch.Tensor:
+    """Counts to time choices with: all columns live."""
+    return _like(counts).fill_(V.graph.sizevars.optimization_hint(read.indices.get_size()[1]))
+
+
+def _like(node: ir.IRNode) -> torch.Tensor:
+    """An uninitialised tensor with the sizes and strides that a graph is compiled for."""
+    hint = V.graph.sizevars.optimization_hint
+    size, stride = map(hint, node.get_size()), map(hint, node.get_stride())
+    return torch.empty_strided(
+        tuple(size), tuple(stride), dtype=node.get_dtype(), device=node.get_device()
+    )
 
 
 def _combine(
