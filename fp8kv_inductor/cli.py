@@ -29,6 +29,7 @@ from fp8kv_inductor.chains import CHAINS
 from fp8kv_inductor.config import KV_CACHE_DTYPES, ConfigError
 from fp8kv_inductor.formats import FORMATS, WEIGHT_FORMATS
 from fp8kv_inductor.model_config import PRESETS
+from fp8kv_inductor.parallel import from_environment
 from fp8kv_inductor.pools import Pool
 from fp8kv_inductor.registration import register
 
@@ -211,7 +212,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_demo(arguments: argparse.Namespace) -> None:
-    """``fp8kv demo``: the result on stdout, progress on stderr."""
+    """``fp8kv demo``: the result on stdout, progress on stderr, both of rank 0."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("found no CUDA device; --device cuda needs one; use --device cpu")
     options = demo.Options(
@@ -229,8 +230,13 @@ def run_demo(arguments: argparse.Namespace) -> None:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        result = demo.run(options, progress)
+    with (
+        from_environment(options.device) as parallel,
+        Progress(*columns, console=Console(stderr=True), disable=parallel.rank > 0) as progress,
+    ):
+        result = demo.run(options, progress, parallel)
+    if parallel.rank > 0:
+        return
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:

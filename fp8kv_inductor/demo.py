@@ -20,6 +20,7 @@ from fp8kv_inductor.config import CacheConfig, ConfigError
 from fp8kv_inductor.doctor import device_name, versions
 from fp8kv_inductor.engine import Engine
 from fp8kv_inductor.models.deepseek_v4 import DeepseekV4, load_weights, random_weights
+from fp8kv_inductor.parallel import SINGLE, Parallel
 
 MODES = ("auto", "fp8_e4m3")
 
@@ -80,23 +81,23 @@ class ModeResult:
     requests: list[list[int]]
 
 
-def run(options: Options, progress: Progress) -> dict[str, Any]:
-    """Run the demo; the result is what ``--json`` prints.
+def run(options: Options, progress: Progress, parallel: Parallel = SINGLE) -> dict[str, Any]:
+    """Run the demo, on every rank alike; the result is what ``--json`` prints.
 
     Raises:
-        ConfigError: the device, the memory, the budget or the model's length does not allow it.
+        ConfigError: the device, the memory, the budget, the model's length or the number of ranks
+            does not allow it.
     """
     text = list(options.text)
     prompts = [text[: max(1, len(text) >> halvings)] for halvings in range(REQUESTS)]
     caches = [CacheConfig.resolve(options.model, mode, options.device) for mode in MODES]
     for cache in caches:
         plan_pages(cache, options.budget)
-    check_memory(caches[0])
-    weights = random_weights(caches[0].model, options.seed)
+    check_memory(caches[0], parallel)
     results: list[ModeResult] = []
     logits: list[Tensor] = []
     for cache in caches:
-        result, mode_logits = run_mode(cache, weights, prompts, options, progress)
+        result, mode_logits = run_mode(cache, prompts, options, progress, parallel)
         results.append(result)
         logits.append(mode_logits)
     pairs = [
@@ -113,13 +114,14 @@ def run(options: Options, progress: Progress) -> dict[str, Any]:
         "prompt_bytes": [len(prompt) for prompt in prompts],
         "new_tokens": options.new_tokens,
         "device": device_name(caches[0].device),
+        "world_size": parallel.world_size,
         "versions": versions(),
     }
 
 
-def check_memory(cache: CacheConfig) -> None:
-    """Raise ConfigError if the model's weights are larger than the memory that is there."""
-    meta = DeepseekV4(replace(cache, device=torch.device("meta")))
+def check_memory(cache: CacheConfig, parallel: Parallel) -> None:
+    """Raise ConfigError if this rank's weights are larger than the memory that is there."""
+    meta = DeepseekV4(replace(cache, device=torch.device("meta")), parallel=parallel)
     needed = sum(tensor.nbytes for tensor in meta.state_dict().values())
     if cache.device.type == "cuda":
         there = torch.cuda.mem_get_info(cache.device)[0]
@@ -134,17 +136,18 @@ def check_memory(cache: CacheConfig) -> None:
 
 def run_mode(
     cache: CacheConfig,
-    weights: dict[str, Tensor],
     prompts: Sequence[list[int]],
     options: Options,
     progress: Progress,
+    parallel: Parallel,
 ) -> tuple[ModeResult, Tensor]:
     """One cache mode, eager and compiled; also the compiled logits `[T, V]` along the text."""
     mode = cache.kv_cache_dtype
 
     def make_engine(compile: bool) -> Engine:
-        model = DeepseekV4(cache)
-        load_weights(model, weights)
+        model = DeepseekV4(cache, parallel=parallel)
+        # Drawn anew each time: only this rank's shards of them stay in memory.
+        load_weights(model, random_weights(cache.model, options.seed))
         return Engine(
             model,
             options.budget,
@@ -209,7 +212,10 @@ def generate(
 
 def print_table(result: dict[str, Any], console: Console) -> None:
     """Print the result for people."""
-    table = Table(title=f"{result['model']} on {result['device']}, torch.compile with inductor")
+    ranks = f", {result['world_size']} ranks" if result["world_size"] > 1 else ""
+    table = Table(
+        title=f"{result['model']} on {result['device']}{ranks}, torch.compile with inductor"
+    )
     table.add_column("")
     for mode in MODES:
         table.add_column(mode, justify="right")

@@ -82,6 +82,9 @@ class Engine:
     in order of arrival, when a row and all pages up to its last token are there, so it always
     runs to its end.
 
+    Each rank of a tensor-parallel model has an engine. They get the same requests and budget in the
+    same order, run the same steps, and sample the same tokens from the same logits.
+
     Attributes:
         model: the model, bound to the pools.
         cache: its cache mode.

@@ -11,6 +11,7 @@ from fp8kv_inductor.formats import get_format
 from fp8kv_inductor.model_config import TINY
 from fp8kv_inductor.models.deepseek_v4 import DeepseekV4, load_weights, random_weights
 from fp8kv_inductor.models.deepseek_v4.dense import DenseReference
+from fp8kv_inductor.parallel import SINGLE
 
 SMALL = replace(
     TINY,
@@ -27,10 +28,10 @@ SMALL = replace(
 ONE_LAYER = replace(SMALL, name="one-layer", compress_ratios=(0,))
 
 
-def make_model(config=SMALL, kv_cache_dtype="auto", rounding=True):
+def make_model(config=SMALL, kv_cache_dtype="auto", rounding=True, parallel=SINGLE):
     """In fp32, with the same weights each time."""
     cache = CacheConfig.resolve(config, kv_cache_dtype, "cpu")
-    model = DeepseekV4(cache, torch.float32, rounding)
+    model = DeepseekV4(cache, torch.float32, rounding, parallel)
     load_weights(model, random_weights(config, 0, torch.float32))
     return model
 
@@ -44,9 +45,10 @@ def make_engine(
     max_batch=4,
     max_len=640,
     prefill_chunk=200,
+    parallel=SINGLE,
 ):
     return Engine(
-        make_model(config, kv_cache_dtype, rounding),
+        make_model(config, kv_cache_dtype, rounding, parallel),
         budget,
         max_batch=max_batch,
         max_len=max_len,

@@ -10,6 +10,8 @@ from fp8kv_inductor.config import PAGE_SIZE, CacheConfig
 from fp8kv_inductor.formats import get_format
 from fp8kv_inductor.model_config import ModelConfig
 from fp8kv_inductor.models.deepseek_v4 import DeepseekV4, load_weights
+from fp8kv_inductor.models.deepseek_v4.dense import DenseReference
+from fp8kv_inductor.parallel import SINGLE, Parallel
 from fp8kv_inductor.pools import KVPools
 from fp8kv_inductor.slots import StepBatch
 
@@ -21,10 +23,11 @@ def paged_model(
     n_pages: int,
     dtype: torch.dtype = torch.float32,
     rounding: bool = True,
+    parallel: Parallel = SINGLE,
 ) -> DeepseekV4:
     """A model with as many window pages as full-history pages, every pool row of them NaN."""
     cache = CacheConfig(config, "auto", torch.device("cpu"), get_format(kv_format))
-    model = DeepseekV4(cache, dtype, rounding)
+    model = DeepseekV4(cache, dtype, rounding, parallel)
     load_weights(model, weights)
     pools = KVPools(PoolPlan(cache, n_pages, n_pages))
     for buffer in pools.buffers():
@@ -92,3 +95,44 @@ def decode_step(batch: StepBatch) -> StepBatch:
 def worst(actual: Tensor, expected: Tensor) -> float:
     """Largest difference."""
     return float((actual.double() - expected.double()).abs().max())
+
+
+class Oracle:
+    """Exact logits of a sequence, and twice how far fp32 arithmetic strays from them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        tokens: Tensor,
+        kv_format: str,
+        rounding: bool,
+    ) -> None:
+        def logits(weights: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+            formats = get_format(kv_format), get_format("bf16")
+            return DenseReference(config, weights, dtype, rounding, *formats).forward(tokens)
+
+        self.exact = logits(weights, torch.float64)
+        strays = [per_token(logits(weights, torch.float32), self.exact)]
+        for seed in range(3):
+            moved = logits(moved_by_an_ulp(weights, seed), torch.float32)
+            strays.append(per_token(moved, self.exact))
+        self.worst = 2 * max(float(stray.max()) for stray in strays)
+        self.median = 2 * max(float(stray.median()) for stray in strays)
+
+
+def per_token(logits: Tensor, exact: Tensor) -> Tensor:
+    """Largest difference of each token."""
+    return (logits.double() - exact).abs().amax(-1)
+
+
+def moved_by_an_ulp(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Every weight multiplied by 1 plus or minus up to an ulp."""
+    generator = torch.Generator().manual_seed(seed)
+    ulp = torch.finfo(torch.float32).eps
+    return {
+        name: weight * (1 + ulp * (2 * torch.rand(weight.shape, generator=generator) - 1))
+        if weight.is_floating_point()
+        else weight
+        for name, weight in weights.items()
+    }

@@ -11,12 +11,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_steps import Requests, decode_step, paged_model
+from model_steps import Oracle, Requests, decode_step, paged_model, per_token
 
-from fp8kv_inductor.formats import get_format
 from fp8kv_inductor.model_config import TINY
 from fp8kv_inductor.models.deepseek_v4 import random_weights
-from fp8kv_inductor.models.deepseek_v4.dense import DenseReference
 
 CONFIG = replace(
     TINY,
@@ -44,39 +42,6 @@ def some_tokens(n: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(CONFIG.vocab_size, (n,), generator=torch.Generator().manual_seed(seed))
 
 
-class Oracle:
-    """Exact logits of a sequence, and how far fp32 arithmetic strays from them."""
-
-    def __init__(self, weights, tokens, kv_format, rounding):
-        def logits(weights, dtype):
-            formats = get_format(kv_format), get_format("bf16")
-            return DenseReference(CONFIG, weights, dtype, rounding, *formats).forward(tokens)
-
-        self.exact = logits(weights, torch.float64)
-        strays = [per_token(logits(weights, torch.float32), self.exact)]
-        for seed in range(3):
-            moved = logits(moved_by_an_ulp(weights, seed), torch.float32)
-            strays.append(per_token(moved, self.exact))
-        self.worst = 2 * max(float(stray.max()) for stray in strays)
-        self.median = 2 * max(float(stray.median()) for stray in strays)
-
-
-def per_token(logits, exact):
-    """Largest difference of each token."""
-    return (logits.double() - exact).abs().amax(-1)
-
-
-def moved_by_an_ulp(weights, seed):
-    generator = torch.Generator().manual_seed(seed)
-    ulp = torch.finfo(torch.float32).eps
-    return {
-        name: weight * (1 + ulp * (2 * torch.rand(weight.shape, generator=generator) - 1))
-        if weight.is_floating_point()
-        else weight
-        for name, weight in weights.items()
-    }
-
-
 @pytest.mark.parametrize(
     ("kv_format", "rounding"), [("bf16", False), ("bf16", True), ("fp8_e4m3", True)]
 )
@@ -89,7 +54,7 @@ def test_prefill_and_decode(weights, kv_format, rounding):
     logits = [model(requests.step({0: tokens[:PROMPT]}, RATIOS))]
     for token in tokens[PROMPT:]:
         logits.append(model(decode_step(requests.step({0: token[None]}, RATIOS))))
-    oracle = Oracle(weights, tokens, kv_format, rounding)
+    oracle = Oracle(CONFIG, weights, tokens, kv_format, rounding)
     distance = per_token(torch.cat(logits), oracle.exact)
     assert distance.max() <= oracle.worst
     assert distance.median() <= oracle.median
@@ -114,7 +79,7 @@ def test_ragged_prefill_in_chunks_with_padding(weights):
         for request, part in zip(new, parts, strict=True):
             logits[request].append(part)
     for sequence, parts in zip(sequences, logits, strict=True):
-        oracle = Oracle(weights, sequence, "bf16", False)
+        oracle = Oracle(CONFIG, weights, sequence, "bf16", False)
         assert per_token(torch.cat(parts), oracle.exact).max() <= oracle.worst
 
 
@@ -141,7 +106,7 @@ def test_decode_batch_of_unequal_requests(weights):
     last = {r: s[-1:] for r, s in enumerate(sequences)}
     logits = together(decode_step(requests.step(last, RATIOS)))
     for sequence, row in zip(sequences, logits, strict=True):
-        oracle = Oracle(weights, sequence, "bf16", False)
+        oracle = Oracle(CONFIG, weights, sequence, "bf16", False)
         assert per_token(row, oracle.exact[-1]) <= oracle.worst
 
 

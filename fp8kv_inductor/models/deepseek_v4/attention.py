@@ -9,8 +9,14 @@ from fp8kv_inductor import ops
 from fp8kv_inductor.model_config import ModelConfig
 from fp8kv_inductor.models.deepseek_v4.compressor import Compressor
 from fp8kv_inductor.models.deepseek_v4.indexer import Indexer
-from fp8kv_inductor.models.deepseek_v4.layers import Linear, RMSNorm, rms_norm
+from fp8kv_inductor.models.deepseek_v4.layers import (
+    Linear,
+    RMSNorm,
+    partial_product,
+    rms_norm,
+)
 from fp8kv_inductor.models.deepseek_v4.step import Step
+from fp8kv_inductor.parallel import SINGLE, Parallel
 from fp8kv_inductor.pools import LayerPools
 
 
@@ -19,6 +25,10 @@ class Attention(nn.Module):
 
     Rows stay whole `[T, head_dim]` from norm to store: rope, act_quant and store address the part
     of a row that they change, so that Inductor can fuse the chain into one kernel.
+
+    A rank has some heads and the output groups that they form. Rows, and the indexer with all its
+    heads, are the same on all ranks: a partial sum of scores, reduced in another order, could pick
+    other rows than one process does.
     """
 
     def __init__(
@@ -28,24 +38,27 @@ class Attention(nn.Module):
         dtype: torch.dtype,
         rounding: bool,
         device: torch.device | None = None,
+        parallel: Parallel = SINGLE,
     ) -> None:
         super().__init__()
         self.model = model
         self.ratio = ratio
         self.rounding = rounding
-        heads = model.n_heads * model.head_dim
+        self.parallel = parallel
+        self.n_heads = parallel.share(model.n_heads)
+        self.o_groups = parallel.share(model.o_groups)
+        heads = self.n_heads * model.head_dim
         self.attn_sink = nn.Parameter(
-            torch.empty(model.n_heads, dtype=torch.float32, device=device), requires_grad=False
+            torch.empty(self.n_heads, dtype=torch.float32, device=device), requires_grad=False
         )
         self.wq_a = Linear(model.dim, model.q_lora_rank, dtype, device)
         self.q_norm = RMSNorm(model.q_lora_rank, model.norm_eps, device)
         self.wq_b = Linear(model.q_lora_rank, heads, dtype, device)
         self.wkv = Linear(model.dim, model.head_dim, dtype, device)
         self.kv_norm = RMSNorm(model.head_dim, model.norm_eps, device)
-        self.wo_a = Linear(
-            heads // model.o_groups, model.o_groups * model.o_lora_rank, dtype, device
-        )
-        self.wo_b = Linear(model.o_groups * model.o_lora_rank, model.dim, dtype, device)
+        latent = self.o_groups * model.o_lora_rank
+        self.wo_a = Linear(heads // self.o_groups, latent, dtype, device)
+        self.wo_b = Linear(latent, model.dim, dtype, device)
         self.compressor = Compressor(model, ratio, model.head_dim, device) if ratio else None
         self.indexer = (
             Indexer(model, ratio, dtype, rounding, device) if model.has_indexer(ratio) else None
@@ -60,7 +73,7 @@ class Attention(nn.Module):
         model = self.model
         rope = step.rope(self.ratio)
         q_latent = self.q_norm(self.wq_a(x))
-        q = self.wq_b(q_latent).unflatten(-1, (model.n_heads, model.head_dim))
+        q = self.wq_b(q_latent).unflatten(-1, (self.n_heads, model.head_dim))
         q = ops.rope(rms_norm(q, None, model.norm_eps), *rope)
 
         row = ops.rope(self.kv_norm(self.wkv(x)), *rope)
@@ -96,6 +109,8 @@ class Attention(nn.Module):
             model.softmax_scale,
         )
         out = ops.rope(out, *rope, inverse=True)
-        grouped = out.flatten(1).unflatten(-1, (model.o_groups, -1))
-        wo_a = self.wo_a.weight.unflatten(0, (model.o_groups, model.o_lora_rank))
-        return self.wo_b(torch.einsum("tgd,grd->tgr", grouped, wo_a).flatten(1))
+        grouped = out.flatten(1).unflatten(-1, (self.o_groups, -1))
+        wo_a = self.wo_a.weight.unflatten(0, (self.o_groups, model.o_lora_rank))
+        latent = torch.einsum("tgd,grd->tgr", grouped, wo_a).flatten(1)
+        partial = partial_product(latent, self.wo_b.weight, self.parallel)
+        return self.parallel.all_reduce(partial).to(x.dtype)

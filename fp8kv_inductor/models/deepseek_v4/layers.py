@@ -1,10 +1,12 @@
-"""The two plain building blocks of the graph: a linear layer and RMS normalisation."""
+"""The plain building blocks of the graph: linear layers and RMS normalisation."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fp8kv_inductor.parallel import Parallel
 
 
 class Linear(nn.Module):
@@ -21,6 +23,25 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., n_in]` to `[..., n_out]`."""
         return F.linear(x.to(self.weight.dtype), self.weight)
+
+
+def partial_product(x: Tensor, weight: Tensor, parallel: Parallel) -> Tensor:
+    """This rank's part of ``x @ weight.T``, the part of its own input features.
+
+    Args:
+        x: `[T, n_in / world_size]`, any dtype.
+        weight: `[n_out, n_in / world_size]`.
+        parallel: the ranks whose parts will be summed.
+
+    Returns:
+        `[T, n_out]` in ``parallel.sum_dtype``, or in the dtype of ``weight`` if that is None.
+    """
+    x, dtype = x.to(weight.dtype), parallel.sum_dtype
+    if dtype is None or dtype == weight.dtype:
+        return F.linear(x, weight)
+    if x.is_cuda:
+        return torch.mm(x, weight.T, out_dtype=dtype)
+    return F.linear(x.to(dtype), weight.to(dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

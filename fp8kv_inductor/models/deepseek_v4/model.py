@@ -14,6 +14,7 @@ from fp8kv_inductor.models.deepseek_v4.layers import Linear, RMSNorm
 from fp8kv_inductor.models.deepseek_v4.moe import MoE
 from fp8kv_inductor.models.deepseek_v4.rotary import Rotary
 from fp8kv_inductor.models.deepseek_v4.step import Step, prepare
+from fp8kv_inductor.parallel import SINGLE, Parallel
 from fp8kv_inductor.pools import KVPools, LayerPools
 from fp8kv_inductor.slots import StepBatch
 
@@ -47,11 +48,13 @@ class Block(nn.Module):
         dtype: torch.dtype,
         rounding: bool,
         device: torch.device,
+        parallel: Parallel,
     ) -> None:
         super().__init__()
         self.model = model
-        self.attn = Attention(model, model.compress_ratios[layer], dtype, rounding, device)
-        self.ffn = MoE(model, layer < model.n_hash_layers, dtype, device)
+        ratio = model.compress_ratios[layer]
+        self.attn = Attention(model, ratio, dtype, rounding, device, parallel)
+        self.ffn = MoE(model, layer < model.n_hash_layers, dtype, device, parallel)
         self.attn_norm = RMSNorm(model.dim, model.norm_eps, device)
         self.ffn_norm = RMSNorm(model.dim, model.norm_eps, device)
         streams = model.hc_mult
@@ -91,23 +94,35 @@ class DeepseekV4(nn.Module):
         rounding: False leaves out the model's own rounding steps, the fp8 round trip of KV rows and
             the indexer's Hadamard transform with its fp4 round trip, to compare with
             implementations that lack them.
+        parallel: the ranks that divide heads, experts and vocabulary; everything else, pools
+            included, is the same on all of them.
+
+    Raises:
+        ConfigError: the ranks cannot have equal parts of the model.
     """
 
     pools: KVPools
 
     def __init__(
-        self, cache: CacheConfig, dtype: torch.dtype = torch.bfloat16, rounding: bool = True
+        self,
+        cache: CacheConfig,
+        dtype: torch.dtype = torch.bfloat16,
+        rounding: bool = True,
+        parallel: Parallel = SINGLE,
     ) -> None:
         super().__init__()
         model, device = cache.model, cache.device
+        parallel.check(model)
+        self.parallel = parallel
         self.cache = cache
         self.config = model
         self.embed = Embedding(model, dtype, device)
         self.layers = nn.ModuleList(
-            Block(model, layer, dtype, rounding, device) for layer in range(model.n_layers)
+            Block(model, layer, dtype, rounding, device, parallel)
+            for layer in range(model.n_layers)
         )
         self.norm = RMSNorm(model.dim, model.norm_eps, device)
-        self.head = Linear(model.dim, model.vocab_size, torch.float32, device)
+        self.head = Linear(model.dim, parallel.share(model.vocab_size), torch.float32, device)
         self.hc_head_fn = _float32(device, model.hc_mult, model.hc_mult * model.dim)
         self.hc_head_base = _float32(device, model.hc_mult)
         self.hc_head_scale = _float32(device, 1)
@@ -132,7 +147,8 @@ class DeepseekV4(nn.Module):
         """Run a step: store the rows of all tokens, attend, and return the wanted logits.
 
         Returns:
-            `[S, vocab_size]` fp32, of the tokens ``batch.last``.
+            `[S, vocab_size]` fp32, of the tokens ``batch.last``. Every rank gets the same bits,
+            joined from the ranks' parts of the vocabulary.
         """
         model = self.config
         step = prepare(batch, model, self.rotary)
@@ -142,4 +158,4 @@ class DeepseekV4(nn.Module):
         x = hyper_connections.head(
             x[batch.last], self.hc_head_fn, self.hc_head_scale, self.hc_head_base, model
         )
-        return self.head(self.norm(x))
+        return self.parallel.all_gather(self.head(self.norm(x)))

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8kv_inductor.model_config import ModelConfig
-from fp8kv_inductor.models.deepseek_v4.layers import Linear
+from fp8kv_inductor.models.deepseek_v4.layers import Linear, partial_product
+from fp8kv_inductor.parallel import SINGLE, Parallel
 
 DENSE_EXPERTS = 16
 """Up to so many experts, computing all of them beats gathering the chosen ones."""
@@ -68,26 +69,35 @@ class Experts(nn.Module):
 
     Long prefill with hundreds of experts is right but slow: that needs a grouped matmul.
 
+    A rank has some columns of every expert, so all ranks do the same work, whatever is chosen.
+
     Attributes:
-        w1, w3: `[E, inter, dim]`.
-        w2: `[E, inter, dim]`, transposed against the reference, so that hidden features of all
-            experts are one contraction.
+        sum_dtype: of their outputs, fp32 if the ranks have none.
+        w1, w3: `[E, inter / world_size, dim]`.
+        w2: `[E, inter / world_size, dim]`, transposed against the reference, so that hidden
+            features of all experts are one contraction.
     """
 
     def __init__(
-        self, model: ModelConfig, dtype: torch.dtype, device: torch.device | None = None
+        self,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        parallel: Parallel = SINGLE,
     ) -> None:
         super().__init__()
+        self.parallel = parallel
+        self.sum_dtype = parallel.sum_dtype or torch.float32
         self.n_experts = model.n_routed_experts
         self.limit = model.swiglu_limit
-        shape = (model.n_routed_experts, model.moe_inter_dim, model.dim)
+        shape = (model.n_routed_experts, parallel.share(model.moe_inter_dim), model.dim)
         self.w1, self.w2, self.w3 = (
             nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
             for _ in range(3)
         )
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Weighted sum `[T, dim]` of the chosen experts' outputs, fp32.
+        """Weighted sum `[T, dim]` of the chosen experts' partial outputs, in ``sum_dtype``.
 
         Args:
             x: `[T, dim]`.
@@ -103,8 +113,9 @@ class Experts(nn.Module):
         gate = F.linear(x, self.w1.flatten(0, 1))
         up = F.linear(x, self.w3.flatten(0, 1))
         hidden = swiglu(gate, up, self.limit).unflatten(-1, (self.n_experts, -1))
-        hidden = (hidden * share.unsqueeze(-1)).flatten(1).to(x.dtype)
-        return (hidden @ self.w2.flatten(0, 1)).to(torch.float32)
+        hidden = (hidden * share.unsqueeze(-1)).flatten(1)
+        partial = partial_product(hidden, self.w2.flatten(0, 1).T, self.parallel)
+        return partial.to(self.sum_dtype)
 
     def _chosen(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         # A product and a sum instead of bmm: Inductor then reads the weights where they lie.
@@ -112,11 +123,11 @@ class Experts(nn.Module):
         gate = (self.w1[chosen] * wide).sum(-1)
         up = (self.w3[chosen] * wide).sum(-1)
         hidden = (swiglu(gate, up, self.limit) * weights.unsqueeze(-1)).to(x.dtype)
-        return (self.w2[chosen] * hidden.to(torch.float32).unsqueeze(-1)).sum((1, 2))
+        return (self.w2[chosen] * hidden.to(self.sum_dtype).unsqueeze(-1)).sum((1, 2))
 
 
 class Expert(nn.Module):
-    """One SwiGLU expert."""
+    """One SwiGLU expert, of which a rank has some columns."""
 
     def __init__(
         self,
@@ -124,16 +135,20 @@ class Expert(nn.Module):
         inter_dim: int,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        parallel: Parallel = SINGLE,
     ) -> None:
         super().__init__()
+        self.parallel = parallel
+        inter_dim = parallel.share(inter_dim)
         self.limit = model.swiglu_limit
         self.w1 = Linear(model.dim, inter_dim, dtype, device)
         self.w2 = Linear(inter_dim, model.dim, dtype, device)
         self.w3 = Linear(model.dim, inter_dim, dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, dim]` to `[T, dim]`."""
-        return self.w2(swiglu(self.w1(x), self.w3(x), self.limit))
+        """`[T, dim]` to the partial output `[T, dim]`."""
+        hidden = swiglu(self.w1(x), self.w3(x), self.limit)
+        return partial_product(hidden, self.w2.weight, self.parallel)
 
 
 class MoE(nn.Module):
@@ -145,15 +160,17 @@ class MoE(nn.Module):
         hashed: bool,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        parallel: Parallel = SINGLE,
     ) -> None:
         super().__init__()
+        self.parallel = parallel
         self.gate = Gate(model, hashed, device)
-        self.experts = Experts(model, dtype, device)
+        self.experts = Experts(model, dtype, device, parallel)
         self.shared_experts = Expert(
-            model, model.n_shared_experts * model.moe_inter_dim, dtype, device
+            model, model.n_shared_experts * model.moe_inter_dim, dtype, device, parallel
         )
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """`x` `[T, dim]` of token ids ``tokens`` `[T]` to `[T, dim]`."""
         routed = self.experts(x, *self.gate(x, tokens))
-        return (routed + self.shared_experts(x)).to(x.dtype)
+        return self.parallel.all_reduce(routed + self.shared_experts(x)).to(x.dtype)

@@ -8,20 +8,41 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8kv_inductor.config import CacheConfig
+from fp8kv_inductor.config import CacheConfig, ConfigError
 from fp8kv_inductor.formats import get_format
 from fp8kv_inductor.model_config import ModelConfig
 from fp8kv_inductor.models.deepseek_v4.model import DeepseekV4
 from fp8kv_inductor.models.deepseek_v4.moe import Experts
+from fp8kv_inductor.parallel import Parallel
 
 MTP_PREFIX = "mtp."
 """Weights of the multi-token-prediction layer, which is not part of the backbone."""
 
 
+SHARD_AXES = {
+    ".attn.attn_sink": 0,
+    ".attn.wq_b.weight": 0,
+    ".attn.wo_a.weight": 0,
+    ".attn.wo_b.weight": 1,
+    ".w1.weight": 0,
+    ".w2.weight": 1,
+    ".w3.weight": 0,
+}
+"""Endings of names -> the axis that the ranks divide; each has the other weights as a whole."""
+
+
+def shard_axis(name: str) -> int | None:
+    """The axis along which the ranks divide a weight of this reference name, None for none."""
+    if name == "head.weight":
+        return 0
+    return next((axis for end, axis in SHARD_AXES.items() if name.endswith(end)), None)
+
+
 def reference_weights(model: DeepseekV4) -> dict[str, Tensor]:
     """The model's parameters by reference name, as views: writing to one writes to the model.
 
-    Stacked experts appear one by one, and the two weights of a compressor apart.
+    Stacked experts appear one by one, and the two weights of a compressor apart. A rank of several
+    has only its shards.
     """
     stacked = {name for name, module in model.named_modules() if isinstance(module, Experts)}
     weights: dict[str, Tensor] = {}
@@ -43,7 +64,9 @@ def _some(names: list[str]) -> str:
 
 
 def load_weights(model: DeepseekV4, state_dict: Mapping[str, Tensor]) -> None:
-    """Copy weights of reference names into the model, converting dtypes.
+    """Copy whole weights of reference names into the model, converting dtypes.
+
+    A rank of several copies its shards out of them.
 
     Weights of the multi-token-prediction layer (``mtp.*``) are ignored.
 
@@ -58,9 +81,10 @@ def load_weights(model: DeepseekV4, state_dict: Mapping[str, Tensor]) -> None:
     if unexpected := sorted(given.keys() - targets.keys()):
         problems.append(f"{len(unexpected)} unknown ({_some(unexpected)})")
     shapes = [
-        f"{name} {tuple(given[name].shape)}, needed {tuple(target.shape)}"
+        f"{name} {tuple(given[name].shape)}, needed {needed}"
         for name, target in targets.items()
-        if name in given and given[name].shape != target.shape
+        if name in given
+        and given[name].shape != (needed := whole_shape(name, target, model.parallel))
     ]
     if shapes:
         problems.append(f"{len(shapes)} of another shape ({_some(shapes)})")
@@ -72,7 +96,17 @@ def load_weights(model: DeepseekV4, state_dict: Mapping[str, Tensor]) -> None:
         )
     with torch.no_grad():
         for name, target in targets.items():
-            target.copy_(given[name])
+            axis = shard_axis(name)
+            whole = given[name]
+            target.copy_(whole if axis is None else model.parallel.shard(whole, axis))
+
+
+def whole_shape(name: str, shard: Tensor, parallel: Parallel) -> tuple[int, ...]:
+    """Shape of the weight of which this rank has ``shard``."""
+    shape = list(shard.shape)
+    if (axis := shard_axis(name)) is not None:
+        shape[axis] *= parallel.world_size
+    return tuple(shape)
 
 
 def load_safetensors(model: DeepseekV4, path: str | Path) -> None:
@@ -94,8 +128,18 @@ def load_safetensors(model: DeepseekV4, path: str | Path) -> None:
 
 
 def save_safetensors(model: DeepseekV4, path: str | Path) -> None:
-    """Write the model's weights under reference names to a ``.safetensors`` file."""
+    """Write the model's weights under reference names to a ``.safetensors`` file.
+
+    Raises:
+        ConfigError: the model is one rank of several and has only its shards.
+    """
     from safetensors.torch import save_file
+
+    if model.parallel.world_size > 1:
+        raise ConfigError(
+            f"found the shards of rank {model.parallel.rank} of {model.parallel.world_size}; "
+            "needed: whole weights; save a model of one process"
+        )
 
     weights = {name: w.contiguous().clone() for name, w in reference_weights(model).items()}
     save_file(weights, path)
