@@ -1,8 +1,8 @@
 """Shapes of a model's weights, and what one rank of a tensor-parallel group holds of them.
 
-The planner counts with these before any module exists. The split is the usual one
-(https://arxiv.org/abs/1909.08053): heads, output groups, the hidden features of experts and the
-vocabulary are divided among the ranks; everything else is on every rank.
+The planner counts with these before any module exists. The split is that of ``parallel``: heads,
+output groups, the hidden features of experts and the head's vocabulary are divided among the ranks;
+everything else is on every rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from fp8kv_inductor.config import ConfigError
 from fp8kv_inductor.formats import WEIGHT_FORMATS, WeightFormat
 from fp8kv_inductor.model_config import ModelConfig
+from fp8kv_inductor.parallel import DIVIDED_SIZES
 
 BF16 = WEIGHT_FORMATS["bf16"]
 FP32 = WeightFormat("fp32", torch.float32)
@@ -62,7 +63,7 @@ def check_tp(model: ModelConfig, tp: int) -> None:
     Raises:
         ConfigError: ``tp`` does not divide an axis that is split.
     """
-    for axis in ("n_heads", "o_groups", "index_n_heads", "moe_inter_dim", "vocab_size"):
+    for axis in DIVIDED_SIZES:
         size = getattr(model, axis)
         if tp < 1 or size % tp:
             raise ConfigError(
@@ -86,7 +87,7 @@ def other_weights(model: ModelConfig, fmt: WeightFormat) -> list[Weight]:
             head are fp32, as in ``models/deepseek_v4``.
     """
     weights = [
-        Weight(model.vocab_size, model.dim, BF16, "out"),
+        Weight(model.vocab_size, model.dim, BF16),
         Weight(model.vocab_size, model.dim, FP32, "out"),
         _vector(model.dim),
         *_mix_weights(model, model.hc_mult, n_scales=1),
@@ -152,8 +153,8 @@ def _attention_weights(model: ModelConfig, ratio: int, fmt: WeightFormat) -> lis
     if model.has_indexer(ratio):
         index_heads = model.index_n_heads * model.index_head_dim
         weights += [
-            Weight(index_heads, model.q_lora_rank, fmt, "out"),
-            Weight(model.index_n_heads, model.dim, BF16, "out"),
+            Weight(index_heads, model.q_lora_rank, fmt),
+            Weight(model.index_n_heads, model.dim, BF16),
             *_compressor_weights(model, ratio, model.index_head_dim),
         ]
     return weights
