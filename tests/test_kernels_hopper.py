@@ -227,6 +227,17 @@ def test_the_whole_range(name, q_scale, row_scale):
 
 
 @gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_small_rows(name):
+    """Block scales below the smallest normal fp16 number are not lost."""
+    case = case_on_hopper(name)
+    case["window"] = case["cmp"] = numerics.encode_rows(
+        torch.randn(N, D) * 2.0**-10, case["row_format"]
+    )
+    assert_close_to_exact("cuda", case, 1)
+
+
+@gpu
 def test_nan_in_a_live_row_is_not_lost():
     case = case_on_hopper() | {"cmp_counts": None}
     case["indices"].fill_(3)

@@ -21,5 +21,6 @@ barrier phases; HALF half of the features; words int32 that hold four codes or t
 Dot products of quantized rows are in fp16, which holds e4m3 times a power of two exactly and takes
 two instructions for two elements where bf16 takes five. The range is kept by powers of two that are
 divided out and multiplied back: one per tile of rows whose scales exceed ``SAFE_SCALE_EXPONENT``,
-one per head where a query's largest element would not fit.
+one per head where a query's largest element would not fit. Elements of rows below 2^-14 are rounded
+to multiples of 2^-24.
 """

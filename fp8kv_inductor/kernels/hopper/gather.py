@@ -39,9 +39,8 @@ def take(raw, scales):
 def dequantize(words, scales, exponent):
     """What ``take`` gives, times 2^-exponent, as `[32, 128]` words of two fp16 each."""
     if scales.dtype == gl.uint8:
-        # From the exponent field of fp32 to that of fp16; a dead row's 0 stays 0.
-        scales = (gl.maximum(scales.to(gl.int32) - 112, 0) << 10).to(gl.int16)
-        scales = scales.to(gl.float16, bitcast=True)
+        # The exponent field of an fp32 number; a dead row's 0 stays 0, small ones get subnormal.
+        scales = (scales.to(gl.int32) << 23).to(gl.float32, bitcast=True).to(gl.float16)
     down = ((15 - exponent) << 10).to(gl.int16).to(gl.float16, bitcast=True)
     twice = (scales * down).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     twice = gl.expand_dims(gl.expand_dims(twice * 0x10001, 2), 3)
