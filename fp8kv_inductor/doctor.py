@@ -18,9 +18,6 @@ from fp8kv_inductor.config import KV_CACHE_DTYPES, CacheConfig, ConfigError
 from fp8kv_inductor.formats import get_format
 from fp8kv_inductor.model_config import V4_FLASH
 
-HOPPER = (9, 0)
-"""Compute capability of the GPUs that ``kernels/hopper`` is for."""
-
 
 @dataclass(frozen=True)
 class LoweringPath:
@@ -131,14 +128,16 @@ def lowering_path(
         return LoweringPath("reduced", "the C++ backend takes ordinary reductions")
     if name == "rows":
         return LoweringPath("full", "block maxima inside the tile, a chain is one Triton kernel")
-    if name == "attention" and capability == HOPPER:
-        return _hopper_path()
+    if name == "attention":
+        return _read_path(capability)
     return LoweringPath("full", "Triton template")
 
 
-def _hopper_path() -> LoweringPath:
+def _read_path(capability: tuple[int, int] | None) -> LoweringPath:
     from fp8kv_inductor.kernels import attention
 
+    if capability != attention.HOPPER:
+        return LoweringPath("full", "Triton template")
     if attention.hopper_read() is None:
         return LoweringPath(
             "reduced", "Triton template; this triton lacks the Gluon that kernels/hopper needs"

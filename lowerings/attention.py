@@ -19,6 +19,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from fp8kv_inductor.formats import RowFormat, get_format
 from fp8kv_inductor.kernels import attention as kernels
+from fp8kv_inductor.kernels.launch import ReadArguments
 from fp8kv_inductor.lowerings import exact
 from fp8kv_inductor.lowerings.exact import F32, OpsValue, Target, f32
 from fp8kv_inductor.lowerings.loops import Index, Loader, reduction_loader
@@ -165,7 +166,7 @@ def _read_by_hand(
     row_format, rest = get_format(fmt), list(inputs[LSE + 1 :])
     data = [rest.pop(0) for _ in range(2)]
     scale = [rest.pop(0) for _ in range(2)] if row_format.quantized else data
-    kernels.read_into(
+    read = ReadArguments(
         inputs[Q],
         (data[0], scale[0]),
         (data[1], scale[1]),
@@ -176,10 +177,8 @@ def _read_by_hand(
         n_window,
         softmax_scale,
         row_format,
-        splits,
-        out,
-        inputs[LSE],
     )
+    kernels.read_into(read, splits, out, inputs[LSE])
 
 
 @functools.cache
@@ -189,8 +188,8 @@ def _by_hand() -> Any:
 
 def _takes_hopper(read: _Read, target: Target, heads: int, head_dim: int) -> bool:
     """Whether the kernel for sm_90 is likely to take the read; what it refuses it hands on."""
-    hopper = kernels.hopper_read()
-    if hopper is None or target.capability != hopper.CAPABILITY or V.graph.cpp_wrapper:
+    hopper = kernels.hopper_read_for(target.capability)
+    if hopper is None or V.graph.cpp_wrapper:
         return False
     pairs = 0 if read.angles is None else _pairs(read)
     return hopper.takes_rows(
@@ -228,7 +227,9 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
         "sparse_attention",
         inputs,
         ir.FixedLayout(device, dtype if splits == 1 else F32, sizes, stride),
-        _choices(read, target, inputs[LSE], [tokens, head_blocks, splits], inside is not None),
+        _choices(
+            read, target, tile, inputs[LSE], [tokens, head_blocks, splits], inside is not None
+        ),
         generators,
     )
     if splits == 1:
@@ -239,19 +240,24 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
 
 
 def _choices(
-    read: _Read, target: Target, lse: ir.IRNode, call_sizes: list[Any], rotates: bool
+    read: _Read,
+    target: Target,
+    tile: kernels.ReadConfig,
+    lse: ir.IRNode,
+    call_sizes: list[Any],
+    rotates: bool,
 ) -> list[tuple[Any, dict[str, Any]]]:
     """What can compute the read, best guess first; only that without max-autotune.
 
     Args:
         read, target: the operator's arguments and the device.
+        tile: of the template, by default.
         lse: what the read writes besides its output.
         call_sizes: tokens, blocks of heads, splits.
         rotates: whether the angles are among the inputs.
     """
     heads, head_dim = map(V.graph.sizevars.guard_int, read.q.get_size()[1:])
-    splits, dtype = call_sizes[2], read.q.get_dtype()
-    tile = kernels.choose_read_config(heads, head_dim, dtype, target.shared_bytes)
+    splits = call_sizes[2]
     shared = {
         "mutated_inputs": [lse],
         "call_sizes": call_sizes,
@@ -268,7 +274,7 @@ def _choices(
         "num_stages": tile.num_stages,
     }
     tiles = [(tile.block_k, tile.num_warps)]
-    if config.max_autotune and dtype == torch.bfloat16:
+    if config.max_autotune and read.q.get_dtype() == torch.bfloat16:
         tiles += [other for other in TEMPLATE_TILES if other not in tiles]
     choices: list[tuple[Any, dict[str, Any]]] = [
         (_template(), {**shared, "BLOCK_K": block_k, "num_warps": num_warps})

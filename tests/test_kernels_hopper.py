@@ -15,7 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from fp8kv_inductor import numerics
 from fp8kv_inductor.formats import get_format
-from fp8kv_inductor.kernels.attention import read_splits
+from fp8kv_inductor.kernels.attention import HOPPER, read_splits
 from fp8kv_inductor.kernels.hopper import read as hopper
 from fp8kv_inductor.kernels.rope import rope
 from fp8kv_inductor.model_config import V4_FLASH
@@ -147,7 +147,7 @@ gpu = pytest.mark.gpu
 
 def case_on_hopper(name="fp8_e4m3", **sizes):
     """A case that the kernel takes; skips where there is no sm_90."""
-    if torch.cuda.get_device_capability() != hopper.CAPABILITY:
+    if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("wgmma needs a GPU of compute capability 9.0")
     return make_case(name, **{"heads": H, "dim": D, "columns": 200, "n_window": 100, **sizes})
 

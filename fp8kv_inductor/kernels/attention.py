@@ -11,7 +11,6 @@ head_dim; BLOCK elements per scale, 0 for rows without scales. ``window`` and ``
 """
 
 import importlib
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kv_inductor.formats import RowFormat
-from fp8kv_inductor.kernels.launch import device_limits, row_layout
+from fp8kv_inductor.kernels.launch import ReadArguments, device_limits, row_layout
 from fp8kv_inductor.kernels.rope import rope
 
 
@@ -453,6 +452,10 @@ COMBINE_TILE_ELEMENTS = 8192
 """Elements of a combine tile: 64 fp32 registers per thread of four warps."""
 
 
+HOPPER = (9, 0)
+"""Compute capability that ``kernels/hopper`` is for: wgmma exists there alone."""
+
+
 @cache
 def hopper_read() -> Any:
     """The module of the read for sm_90; None where triton has no Gluon that it knows."""
@@ -462,68 +465,44 @@ def hopper_read() -> Any:
         return None
 
 
-def _takes_hopper(
-    q: Tensor,
-    pools: Sequence[Tensor],
-    indices: Tensor,
-    row_format: RowFormat,
-    softmax_scale: float,
-    angles: tuple[Tensor, Tensor] | None,
-) -> bool:
-    hopper = hopper_read()
-    if hopper is None or q.device.type != "cuda":
-        return False
-    pairs = 0 if angles is None else angles[0].shape[1]
-    return (
-        torch.cuda.get_device_capability(q.device) == hopper.CAPABILITY
-        and hopper.takes_rows(q.shape[1], q.shape[2], q.dtype, row_format, softmax_scale, pairs)
-        and hopper.takes_tensors(q, pools if row_format.quantized else pools[::2], indices)
+def hopper_read_for(capability: tuple[int, int]) -> Any:
+    """``hopper_read`` for a GPU of this capability, None for others."""
+    return hopper_read() if capability == HOPPER else None
+
+
+def _takes_hopper(read: ReadArguments) -> Any:
+    """The module of the read for sm_90 if that takes this one, else None."""
+    q, fmt = read.q, read.row_format
+    if q.device.type != "cuda":
+        return None
+    hopper = hopper_read_for(torch.cuda.get_device_capability(q.device))
+    pools = (*read.window, *read.cmp) if fmt.quantized else (read.window[0], read.cmp[0])
+    pairs = 0 if read.angles is None else read.angles[0].shape[1]
+    takes = (
+        hopper is not None
+        and hopper.takes_rows(q.shape[1], q.shape[2], q.dtype, fmt, read.softmax_scale, pairs)
+        and hopper.takes_tensors(q, pools, read.indices)
     )
+    return hopper if takes else None
 
 
-def read_into(
-    q: Tensor,
-    window: tuple[Tensor, Tensor],
-    cmp: tuple[Tensor, Tensor],
-    indices: Tensor,
-    cmp_counts: Tensor | None,
-    sink: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
-    n_window: int,
-    softmax_scale: float,
-    row_format: RowFormat,
-    splits: int,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def read_into(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> None:
     """Fill ``out`` and ``lse`` by the best kernel for the device: the read but for the combination.
 
     Args:
+        read: what to compute.
         splits: column ranges per token. With more than one, ``out`` are the fp32 parts
             `[T, H, S, D]` and ``lse`` is `[T, H, S]`, both without the sink and not rotated.
-        out, lse: contiguous; other arguments as for :func:`sparse_attention`.
+        out, lse: contiguous.
     """
-    if splits > 1:
-        angles = None
-    if angles is not None:
-        angles = (row_layout(angles[0]).x, row_layout(angles[1]).x)
-    if _takes_hopper(q, (*window, *cmp), indices, row_format, softmax_scale, angles):
-        hopper_read().launch(
-            q,
-            window,
-            cmp,
-            indices,
-            cmp_counts,
-            sink,
-            angles,
-            n_window,
-            softmax_scale,
-            row_format,
-            splits,
-            out,
-            lse,
-        )
+    angles = None
+    if splits == 1 and read.angles is not None:
+        angles = (row_layout(read.angles[0]).x, row_layout(read.angles[1]).x)
+    read = read._replace(angles=angles)
+    if hopper := _takes_hopper(read):
+        hopper.launch(read, splits, out, lse)
         return
+    q, window, cmp, indices, cmp_counts, sink, _, n_window, softmax_scale, row_format = read
     if q.stride(2) != 1:
         q = q.contiguous()
     tokens, n_heads, head_dim = q.shape
@@ -643,7 +622,7 @@ def sparse_attention(
             torch.empty((*part_shape, head_dim), dtype=torch.float32, device=q.device),
             torch.empty(part_shape, dtype=torch.float32, device=q.device),
         )
-    read_into(
+    read = ReadArguments(
         q,
         window,
         cmp,
@@ -654,9 +633,8 @@ def sparse_attention(
         n_window,
         softmax_scale,
         row_format,
-        splits,
-        *parts,
     )
+    read_into(read, splits, *parts)
     if splits == 1:
         return out, lse
     block_s = triton.next_power_of_2(splits)

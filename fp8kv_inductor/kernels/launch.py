@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8kv_inductor.formats import RowFormat
+
 
 class DeviceLimits(NamedTuple):
     """The properties of a GPU that decide how a kernel is launched on it.
@@ -42,6 +44,21 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type != "cuda":
         return INTERPRETER_LIMITS
     return _cuda_limits(torch.cuda.current_device() if device.index is None else device.index)
+
+
+class ReadArguments(NamedTuple):
+    """What a read is asked for, as ``kernels.attention.sparse_attention`` takes it."""
+
+    q: Tensor
+    window: tuple[Tensor, Tensor]
+    cmp: tuple[Tensor, Tensor]
+    indices: Tensor
+    cmp_counts: Tensor | None
+    sink: Tensor
+    angles: tuple[Tensor, Tensor] | None
+    n_window: int
+    softmax_scale: float
+    row_format: RowFormat
 
 
 class RowLayout(NamedTuple):

@@ -30,10 +30,8 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     TILE,
     VECTOR_BYTES,
 )
-from fp8kv_inductor.kernels.launch import device_limits
+from fp8kv_inductor.kernels.launch import ReadArguments, device_limits
 
-CAPABILITY = (9, 0)
-"""wgmma exists on sm_90 alone."""
 GROUP_WARPS = 4
 MAX_REGISTERS = 168
 """Per thread, on average: a third of the register file for each group, in steps of eight."""
@@ -226,22 +224,9 @@ def takes_tensors(q: Tensor, pools: Sequence[Tensor], indices: Tensor) -> bool:
     )
 
 
-def launch(
-    q: Tensor,
-    window: tuple[Tensor, Tensor],
-    cmp: tuple[Tensor, Tensor],
-    indices: Tensor,
-    cmp_counts: Tensor | None,
-    sink: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
-    n_window: int,
-    softmax_scale: float,
-    row_format: RowFormat,
-    splits: int,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Fill ``out`` and ``lse``; arguments as for ``kernels.attention.read_into``."""
+def launch(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> None:
+    """Fill ``out`` and ``lse``; see ``kernels.attention.read_into``."""
+    q, window, cmp, indices, cmp_counts, sink, angles, n_window, softmax_scale, row_format = read
     tokens, n_heads, _ = q.shape
     n_items = tokens * triton.cdiv(n_heads, BLOCK_H.value) * splits
     quantized = row_format.quantized
