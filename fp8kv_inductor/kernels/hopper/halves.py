@@ -131,6 +131,19 @@ def store_half(r, x, item, FIRST: gl.constexpr):
 
 
 @gluon.jit
+def weigh(r, s, scores, acc, m, l, scale, it, sent):  # noqa: E741
+    """Turn the scores of a tile into weights, hand them to ``right``, and start acc += P rows.
+
+    Returns:
+        the accumulator under way; m; l.
+    """
+    p, rescale, m, l = softmax(r, s, scores, m, l, scale, it)  # noqa: E741
+    send(s, p, rescale, sent)
+    acc *= gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, ACC)), 1)
+    return warpgroup_mma(s.p, s.rows_left.index(it & 1), acc, is_async=True), m, l
+
+
+@gluon.jit
 def left_half(r, s):
     """Scores, softmax, and the left half of the output."""
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -161,11 +174,8 @@ def left_half(r, s):
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
         for _ in range(tiles - 1):
             slot = it & 1
-            p, rescale, m, l = softmax(r, s, scores, m, l, scale, it)  # noqa: E741
-            send(s, p, rescale, sent)
+            weighted, m, l = weigh(r, s, scores, acc, m, l, scale, it, sent)  # noqa: E741
             sent += 1
-            acc *= gl.expand_dims(gl.convert_layout(rescale, ACC_ROW), 1)
-            weighted = warpgroup_mma(s.p, s.rows_left.index(slot), acc, is_async=True)
             it += 1
             phase = (it >> 1) & 1
             started = first_half_scores(s, slot ^ 1, phase)
@@ -176,11 +186,8 @@ def left_half(r, s):
             scores = warpgroup_mma_wait(0, deps=[started])
         slot = it & 1
         fetch_query(r, s.q_left, next_item, 0)
-        p, rescale, m, l = softmax(r, s, scores, m, l, scale, it)  # noqa: E741
-        send(s, p, rescale, sent)
+        weighted, m, l = weigh(r, s, scores, acc, m, l, scale, it, sent)  # noqa: E741
         sent += 1
-        acc *= gl.expand_dims(gl.convert_layout(rescale, ACC_ROW), 1)
-        weighted = warpgroup_mma(s.p, s.rows_left.index(slot), acc, is_async=True)
         heads = head + gl.arange(0, BLOCK_H, layout=ROW)
         factor, lse = normalize(r, m, l, heads)
         mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
