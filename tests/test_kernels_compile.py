@@ -2,13 +2,10 @@
 
 import functools
 import re
-import subprocess
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compile_kernel import compile_kernel, cuobjdump
 
 from fp8kv_inductor import numerics
 from fp8kv_inductor.kernels.act_quant import act_quant_kernel
@@ -91,22 +88,9 @@ def compiled(name: str, arch: int):
         }
     constants |= {stride: 1 for stride in UNIT_STRIDES if stride in kernel.arg_names}
     types["softmax_scale"] = "fp32"
-    signature = {
-        argument: "constexpr" if argument in constants else types.get(argument, "i32")
-        for argument in kernel.arg_names
-    }
-    position = kernel.arg_names.index
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(position(argument),): value for argument, value in constants.items()},
-        attrs={
-            (position(argument),): [["tt.divisibility", 16]]
-            for argument, kind in signature.items()
-            if kind.startswith("*") or (kind == "i32" and argument.startswith("stride"))
-        },
+    return compile_kernel(
+        kernel, arch, types, constants, lambda name: name.startswith("stride"), options
     )
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 KERNELS = ["rope", "act_quant", "store", "store_amax", "prefill", "split", "combine", "indexer"]
@@ -161,9 +145,6 @@ def test_reads_use_tensor_cores_and_wide_asynchronous_loads(name):
 
 
 @pytest.mark.parametrize("name", ["prefill", "split"])
-def test_reads_spill_no_registers_on_sm_90(name, tmp_path):
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled(name, 90).asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_reads_spill_no_registers_on_sm_90(name):
+    usage = cuobjdump(compiled(name, 90).asm["cubin"], "-res-usage")
     assert re.findall(r"STACK:(\d+)", usage) == ["0"]

@@ -3,14 +3,11 @@
 import functools
 import math
 import re
-import subprocess
-import tempfile
 
 import pytest
 import torch
-import triton
+from compile_kernel import compile_kernel, cuobjdump
 from read_cases import NAMES, N, assert_close_to_exact, live_columns, make_case, read
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from fp8kv_inductor import numerics
@@ -48,36 +45,21 @@ def sass(name: str, splits: int, n_window: int) -> tuple[str, int]:
         ),
         **dict.fromkeys(("sink", "cos", "sin", "lse"), "*fp32"),
         **dict.fromkeys(("indices", "counts"), "*i32"),
-        **dict.fromkeys(constants, "constexpr"),
         "q": "*bf16",
         "out": "*bf16" if splits == 1 else "*fp32",
         "to_base_2": "fp32",
     }
-    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-    position = kernel.arg_names.index
-    source = GluonASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(position(argument),): value for argument, value in constants.items()},
-        attrs={
-            (position(argument),): [["tt.divisibility", 16]]
-            for argument, kind in signature.items()
-            if kind.startswith("*") or argument in ("stride_q_token", "stride_q_head")
-        },
-    )
     options = {"num_warps": hopper.GROUP_WARPS, "maxnreg": hopper.MAX_REGISTERS}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return disassembled(compiled.asm["cubin"]), compiled.metadata.shared
-
-
-def disassembled(cubin: bytes) -> str:
-    tool = triton.knobs.nvidia.cuobjdump.path
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run(
-            [tool, "-sass", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    compiled = compile_kernel(
+        kernel,
+        90,
+        types,
+        constants,
+        lambda name: name in ("stride_q_token", "stride_q_head"),
+        options,
+        GluonASTSource,
+    )
+    return cuobjdump(compiled.asm["cubin"], "-sass"), compiled.metadata.shared
 
 
 @pytest.mark.parametrize(
