@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.ir import TensorBox
-from torch._inductor.lowering import register_lowering
+from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
@@ -232,6 +232,12 @@ def _act_quant(x: TensorBox, features: int, group: int = 64) -> TensorBox:
 
 def _store(rows: TensorBox, slots: TensorBox, data: TensorBox, scale: TensorBox, fmt: str) -> None:
     row_format, target = get_format(fmt), Target.of(rows.get_device_or_error())
+    if target.triton and V.graph.sizevars.statically_known_equals(data.get_size()[0], 1):
+        # Inductor leaves the index of a dimension of size 1 out, and with it the guard.
+        fallback_handler(torch.ops.fp8kv.store.default, add_to_fallback_set=False)(
+            rows, slots, data, scale, fmt
+        )
+        return
     group, width = row_format.block, rows.get_size()[1]
     in_tile = _in_tile(rows, max(group, 1))
     load = _row_loader(rows, in_tile)

@@ -337,6 +337,16 @@ def test_rows_without_a_slot_write_nothing(beyond, width, front, computed):
     assert pool.scale[7].count_nonzero() == pool.scale.count_nonzero() == width // 32
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])
+def test_a_pool_of_one_slot_keeps_its_mask(fmt):
+    """Inductor leaves the index of a dimension of size 1 out of every address."""
+    rows, want, pool = torch.randn(2, 512), Pool.empty(1, 512, fmt), Pool.empty(1, 512, fmt)
+    for slots in (torch.tensor([-1, -1]), torch.tensor([-1, 0])):
+        store(2 * rows, slots, want)
+        interpreted_graph(lambda x, slots, pool: store(2 * x, slots, pool), (rows, slots, pool))
+        assert all(map(torch.equal, pool_bytes(want), pool_bytes(pool)))
+
+
 def test_a_dropped_mask_would_be_seen(monkeypatch):
     """Positive control of ``margins_are_empty``."""
     monkeypatch.setattr("fp8kv_inductor.lowerings.block._guards", lambda _: defaultdict(list))
