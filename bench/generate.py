@@ -25,10 +25,10 @@ import torch
 from measure import alternated, header, report
 from shaped import MODES, describe, draw_model, integers, parser, rows_of, shaped, twins
 
-from fp8kv_inductor.budget import WINDOW_RATIO, PoolPlan, window_pages_for
+from fp8kv_inductor.budget import PoolPlan
 from fp8kv_inductor.config import CacheConfig
 from fp8kv_inductor.demo import CPU_OPTIONS
-from fp8kv_inductor.engine import Engine
+from fp8kv_inductor.engine import Engine, window_pages
 from fp8kv_inductor.model_config import ModelConfig
 from fp8kv_inductor.models.deepseek_v4 import DeepseekV4
 from fp8kv_inductor.parallel import Parallel, from_environment
@@ -47,9 +47,8 @@ def budget_bytes(config: ModelConfig, streams: int, options: argparse.Namespace)
     tokens = options.prompt + new_tokens(streams, options)
     share = 2.0 if streams == 1 else options.fill
     pages = ceil(share * streams * one.pages_for(tokens))
-    # What the engine plans with, so that it gets these pages back.
-    window = streams * one.reserve_for(tokens) + one.pages_for(options.chunk)
-    return PoolPlan(one.cache, pages, max(window_pages_for(pages, WINDOW_RATIO), window)).nbytes
+    window = window_pages(one.cache, streams, options.chunk, pages)
+    return PoolPlan(one.cache, pages, window).nbytes
 
 
 def new_tokens(streams: int, options: argparse.Namespace) -> int:

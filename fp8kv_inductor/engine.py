@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -165,7 +166,7 @@ class Engine:
         self.plan = (
             budget
             if isinstance(budget, PoolPlan)
-            else _plan(cache, budget, max_batch, prefill_chunk)
+            else plan_pages(cache, budget, partial(window_pages, cache, max_batch, prefill_chunk))
         )
         self._pools = KVPools(self.plan)
         model.bind(self._pools)
@@ -449,17 +450,11 @@ class Engine:
         return (self._captured or self._decode)(self._inputs.decode(segments))
 
 
-def _plan(cache: CacheConfig, budget: int, max_batch: int, prefill_chunk: int) -> PoolPlan:
-    """The largest plan whose window pages also let a full batch decode while a chunk runs."""
-    model = cache.model
-    lookback = lookback_pages(model.window_size, cache.page_size)
+def window_pages(cache: CacheConfig, max_batch: int, prefill_chunk: int, num_pages: int) -> int:
+    """Window pages beside ``num_pages``: they also let a full batch decode while a chunk runs."""
+    lookback = lookback_pages(cache.model.window_size, cache.page_size)
     wanted = max_batch * lookback + -(-prefill_chunk // cache.page_size)
-
-    def window_pages(num_pages: int) -> int:
-        share = window_pages_for(num_pages, WINDOW_RATIO)
-        return max(share, min(wanted, num_pages))
-
-    return plan_pages(cache, budget, window_pages)
+    return max(window_pages_for(num_pages, WINDOW_RATIO), min(wanted, num_pages))
 
 
 def _step_function(
