@@ -106,7 +106,9 @@ def measure_streams(streams: int, model: DeepseekV4, options: argparse.Namespace
     }
     requests = prompts(streams, model.config, options)
     for engine in engines.values():
-        engine.generate(requests[:1], 2)
+        # Few tokens take another graph where there are many experts; preemptions may leave few.
+        for prompt in (requests[0], requests[0][:2])[: 1 if streams == 1 else 2]:
+            engine.generate([prompt], 2)
     rates = alternated(
         lambda name: rate(engines[name], requests, options), options.columns, options.rounds
     )

@@ -1,5 +1,7 @@
 """Compiled engines: one graph for prefill, one for decode, whatever the requests do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_small import ONE_LAYER, assert_idle, make_engine, oracle, some_tokens
@@ -76,6 +78,20 @@ def test_compiled_logits_are_the_dense_references(compiled):
     tokens = some_tokens(301)
     expected, bound = oracle(tokens, "bf16", rounding=False)
     assert (compiled[0].score(tokens) - expected).abs().max() <= bound
+
+
+@pytest.mark.slow
+def test_many_experts_make_two_graphs_of_prefill():
+    """One that computes all experts and one for few tokens, which gathers those they choose."""
+    many = replace(ONE_LAYER, name="many-experts", n_routed_experts=32)
+    engine = make_engine(config=many, compile=True, rounding=False)
+    graphs = counters["stats"]["unique_graphs"]
+    engine.warm_up(["prefill"])
+    engine.score(some_tokens(3))
+    assert counters["stats"]["unique_graphs"] == graphs + 2
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for count in (1, 2, 15, 16, 17, 200, 203, 399):
+            assert engine.score(some_tokens(count)).isfinite().all()
 
 
 @pytest.mark.slow
