@@ -16,8 +16,8 @@ from fp8kv_inductor.pools import KVPools
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parent.parent
-LENGTHS = (301, 5, 127, 128, 31, 1, 3)
-"""Prompts around the ends of groups, pages and the window, and longer than a chunk."""
+LENGTHS = {301: 12, 5: 5, 127: 9, 128: 1, 31: 12, 1: 3, 3: 7}
+"""Tokens of prompts, around the ends of groups, pages and the window, and of what follows them."""
 
 WIDE = replace(SMALL, name="wide", n_heads=16, head_dim=512, compress_ratios=(4, 128))
 """The read of sm_90 takes rows of 512 features in bf16."""
@@ -43,6 +43,17 @@ def skips():
     return torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
 
 
+def run(engine):
+    """Ids of requests that join and leave: other slots, positions, counts and fills at replay."""
+    ids = []
+    for count, new_tokens in LENGTHS.items():
+        ids.append(engine.add_request(some_tokens(count, count), new_tokens))
+        engine.step()
+    while engine.unfinished:
+        engine.step()
+    return ids
+
+
 @pytest.mark.parametrize("cuda_graph", ["capture", "reduce-overhead"])
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "kv_format"), [("auto", "bf16"), ("fp8_e4m3", "fp8_e4m3")]
@@ -50,24 +61,16 @@ def skips():
 def test_tokens_are_the_dense_references_whatever_the_batch_is(
     cuda_graph, kv_cache_dtype, kv_format
 ):
-    """Requests join and leave, so replays see other slots, positions, counts and fills."""
     torch._dynamo.utils.counters.clear()
     engine = cuda_engine(cuda_graph, kv_cache_dtype, rounding=False)
-    lengths = (12, 5, 9, 1, 12, 3, 7)
-    prompts = [some_tokens(count, count) for count in LENGTHS]
-    ids = []
-    for prompt, length in zip(prompts, lengths, strict=True):
-        ids.append(engine.add_request(prompt, length))
-        engine.step()
-    while engine.unfinished:
-        engine.step()
+    ids = run(engine)
     assert_idle(engine)
     assert not skips()
-    for prompt, length, request in zip(prompts, lengths, ids, strict=True):
-        output = engine.finished(request)
+    for count, request in zip(LENGTHS, ids, strict=True):
+        prompt, output = some_tokens(count, count), engine.finished(request)
         expected, bound = oracle(prompt + output, kv_format, rounding=False)
-        steps = expected[len(prompt) - 1 : -1]
-        missed = steps.max(-1).values - steps[torch.arange(length), torch.tensor(output)]
+        steps = expected[count - 1 : -1]
+        missed = steps.max(-1).values - steps[torch.arange(len(output)), torch.tensor(output)]
         assert missed.max() <= 2 * bound
 
 
@@ -95,8 +98,8 @@ def test_a_replay_has_the_bits_of_its_kernels(config, dtype, kv_cache_dtype):
         return got
 
     engine._captured = both
-    engine.generate([some_tokens(count, count) for count in LENGTHS], 4)
-    assert set(compared) >= {2, 4}
+    run(engine)
+    assert len(set(compared)) > 2
 
 
 def test_a_replay_of_padding_writes_nothing():
@@ -170,6 +173,7 @@ def in_a_new_process(code):
         engine = make_engine("fp8_e4m3", device="cuda")
         model, batch = engine.model, engine._inputs.decode([])
         graph = torch.cuda.CUDAGraph()
+        torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")  # cuBLAS is there
     """
     script = textwrap.dedent(prelude) + textwrap.dedent(code)
     path = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"

@@ -1,5 +1,6 @@
 """Peak memory of prefill on a GPU: compiled against eager, and whatever was compiled first."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -10,51 +11,36 @@ pytestmark = pytest.mark.gpu
 
 CHUNK = 2048
 WIDE = replace(SMALL, name="wide", n_heads=64, head_dim=512)
-"""Outputs and split parts of the read are the largest tensors of a chunk."""
+"""Queries, outputs and split parts of the read are the largest tensors of a chunk."""
 
 
-def engine_of(compile, max_len=2 * CHUNK):
+def peak(compile, first):
+    """Bytes at most in use while a long prompt is run after one of ``first`` tokens."""
     torch._dynamo.reset()
-    return make_engine(
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    engine = make_engine(
         "fp8_e4m3",
         budget=256 << 20,
         config=WIDE,
         device="cuda",
         dtype=torch.bfloat16,
         compile=compile,
-        max_len=max_len,
+        max_len=2 * CHUNK,
         prefill_chunk=CHUNK,
     )
-
-
-def peak(engine, tokens):
-    """Bytes at most in use while a prompt is run, pools and weights included."""
-    prompt = some_tokens(tokens)
-    engine.generate([prompt], 1)
-    torch.cuda.synchronize()
+    prompt = some_tokens(CHUNK + 500)
+    for length in (first, len(prompt)):
+        engine.generate([prompt[:length]], 1)
     torch.cuda.reset_peak_memory_stats()
     engine.generate([prompt], 1)
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def test_compiled_prefill_needs_no_more_than_eager():
-    results = {}
-    for compile in (False, True):
-        engine = engine_of(compile)
-        others = torch.cuda.memory_allocated() - sum(
-            tensor.nbytes for tensor in (*engine.model.parameters(), *engine.model.buffers())
-        )
-        results[compile] = peak(engine, CHUNK + 500) - others
-        del engine
-    assert results[True] <= 1.05 * results[False]
+    assert peak(compile=True, first=CHUNK) <= 1.05 * peak(compile=False, first=CHUNK)
 
 
 def test_a_short_first_prompt_makes_no_long_one_expensive():
     """Graphs compiled for few tokens split their columns; 2048 tokens in as many parts are GiB."""
-    engine = engine_of(compile=True)
-    engine.generate([some_tokens(3)], 1)
-    late = peak(engine, CHUNK)
-    del engine
-    engine = engine_of(compile=True)
-    engine.generate([some_tokens(CHUNK)], 1)
-    assert late <= 1.05 * peak(engine, CHUNK)
+    assert peak(compile=True, first=3) <= 1.05 * peak(compile=True, first=CHUNK)
