@@ -24,6 +24,8 @@ LOWERING_NAMES = {
         "torch._inductor.scheduler:SchedulerNode.reorder_loops_by_dep_pair",
         "torch._inductor.sizevars:SizeVarAllocator.guard_int",
         "torch._inductor.sizevars:SizeVarAllocator.optimization_hint",
+        "torch._inductor.codegen.simd_kernel_features:SIMDKernelFeatures.contains_op",
+        f"{TRITON}:HelperFunctions.add",
         f"{TRITON}:IndexingOptions",
         f"{TRITON}:TritonOverrides",
         f"{TRITON}:TritonCSEVariable.update_on_args",
