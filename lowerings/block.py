@@ -141,7 +141,7 @@ def packed_amax(pairs: OpsValue, column: sympy.Expr, group: int, kind: str) -> O
     Args:
         pairs: int32, two columns an element.
         column, group: as for :func:`block_amax`.
-        kind: `bf16` or `fp16`.
+        kind: `bf16` or `f16`.
     """
     return getattr(ops, PREFIX + "packed_amax")(
         pairs, ops.index_expr(column, torch.int32), group, kind
@@ -544,11 +544,16 @@ def _print_packed(instruction: str, *operands: Any) -> str:
     )
 
 
+def _floats(pairs: Any, kind: str) -> tuple[str, str]:
+    """The 16-bit floats of the even and of the odd columns."""
+    cast = f".to(tl.int16).to(tl.{kind}, bitcast=True)"
+    return f"{pairs}{cast}", f"({pairs} >> 16){cast}"
+
+
 def _print_packed_amax(pairs: Any, column: Any, group: int, kind: str) -> str:
     groups = _Groups(group)
-    float_type = {"bf16": "bfloat16", "fp16": "float16"}[kind]
-    instruction = f"max.xorsign.abs.{kind.replace('fp', 'f')}x2 $0, $1, $2;"
-    body = _print_packed(instruction, "left", "right")
+    body = _print_packed(f"max.xorsign.abs.{kind}x2 $0, $1, $2;", "left", "right")
+    float_type = {"bf16": "bfloat16", "f16": "float16"}[kind]
     larger = V.kernel.helper_functions.add(
         f"@triton.jit\ndef {{name}}(left, right):\n    return {body}\n", base_name=f"_larger_{kind}"
     )
@@ -556,16 +561,13 @@ def _print_packed_amax(pairs: Any, column: Any, group: int, kind: str) -> str:
     largest = V.kernel.cse.generate(
         V.kernel.compute, code, dtype=torch.int32, shape=_group_shape(group)
     )
-    bits = f"{larger}({largest}, {largest} >> 16).to(tl.int16)"
-    magnitude = f"tl.abs({bits}.to(tl.{float_type}, bitcast=True).to(tl.float32))"
-    # The signs are mixed, and a maximum passes NaN over, unless there is nothing else.
-    return f"tl.maximum({magnitude}, 0.0)"
+    even, odd = (f"tl.abs({half}.to(tl.float32))" for half in _floats(largest, float_type))
+    # Signs are mixed, and a maximum passes NaN over, unless there is nothing else.
+    return f"tl.maximum(tl.maximum({even}, {odd}), 0.0)"
 
 
 def _print_packed_codes(pairs: Any, column: Any) -> str:
-    even, odd = (
-        f"{half}.to(tl.int16).to(tl.float16, bitcast=True)" for half in (pairs, f"({pairs} >> 16)")
-    )
+    even, odd = _floats(pairs, "float16")
     dense = _print_interleave(even, column, odd)
     return f"{dense}.to(tl.float8e4nv).to(tl.uint8, bitcast=True)"
 

@@ -86,7 +86,7 @@ def encode(
         *unpack_bf16(scaled),
     )
 
-    largest = block.packed_amax(on_grid, column, fmt.block, "fp16")
+    largest = block.packed_amax(on_grid, column, fmt.block, "f16")
     stored_exponent = exact.block_exponent(
         ops.mul(largest, exact.exp2_int(exponent)),
         ops.where(is_quantized, i32(SCALE_EXPONENT_MIN), exponent),

@@ -371,20 +371,15 @@ def _scatter_rows(
         """
 
         def output_index(index: Index) -> list[sympy.Expr]:
-            if by_group:
-                token = block.group_index(index[0], group)
-                at = _indirect(token, tokens)
-            else:
-                token, at = ops.index_expr(index[0], torch.int64), index[0]
+            token = block.group_index(index[0], group) if by_group else None
+            at = index[0] if token is None else _indirect(token, tokens)
             slot = ops.to_dtype(slot_load([at]), torch.int64)
             live = ops.and_(
                 ops.ge(slot, ops.constant(0, torch.int64)),
                 ops.lt(slot, ops.index_expr(n_slots, torch.int64)),
             )
-            # Relative to the token: an index that does not name every loop variable is broadcast.
-            relative = ops.sub(slot, ops.to_dtype(token, torch.int64))
-            row = _indirect(block.guard(relative, live, group), n_slots)
-            return [row + index[0], FloorDiv(index[1], group)]
+            row = _indirect(block.guard(slot, live, group), n_slots)
+            return [row, FloorDiv(index[1], group)]
 
         pool.realize()
         RowBuffer.register(

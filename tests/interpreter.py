@@ -76,7 +76,7 @@ def _create_maxnumf(self, left, right):
 
 def _halves(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """The pairs of 16-bit floats in 32-bit registers, as fp32."""
-    pairs = np.ascontiguousarray(data).astype(data.dtype, copy=False).view(np.int16)
+    pairs = np.ascontiguousarray(data).view(np.int16)
     return torch.from_numpy(pairs.copy()).view(dtype).float().unflatten(-1, (-1, 2))
 
 
@@ -120,17 +120,13 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def _create_inline_asm(self, asm, constraints, values, types, is_pure, pack):
-    """Instructions as numpy, ``pack`` elements at a time or one."""
+    """Instructions on arrays; with two elements a time, each is paired with itself."""
     names = " ".join(re.findall(r"(?:^|[;{] )((?!\.)[\w.]+) ", asm))
     operands = [value.data for value in values]
+    data = _INSTRUCTIONS[names](*np.broadcast_arrays(*(pack * operands)))
     if pack == 2:
-        # Two elements of one operand, in two registers.
-        operands = [operands[0][..., 0::2], operands[0][..., 1::2]]
-    data = _INSTRUCTIONS[names](*np.broadcast_arrays(*operands))
-    dtype = types[0].scalar
-    if pack == 2:
-        data = data.view(np.uint16)
-    handle = triton_interpreter.TensorHandle(data, dtype)
+        data = data.view(np.uint16)[..., ::2]
+    handle = triton_interpreter.TensorHandle(data, types[0].scalar)
     return SimpleNamespace(get_result=lambda _: handle)
 
 
