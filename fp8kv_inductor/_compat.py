@@ -36,7 +36,9 @@ LOWERING_NAMES = {
         f"{TRITON}:TritonKernel.index_to_str",
         f"{TRITON}:TritonKernel.indexing",
         f"{TRITON}:TritonKernel.indexing_size_str",
+        f"{TRITON}:TritonKernel.load",
         f"{TRITON}:TritonKernel.store",
+        "torch._inductor.config:triton.codegen_upcast_to_fp32",
     ),
     "attention": (
         "torch._inductor.ir:MutationOutput",

@@ -26,6 +26,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._inductor import config
 from torch._inductor.codegen.common import DeferredLine
 from torch._inductor.codegen.triton import IndexingOptions, TritonKernel, TritonOverrides
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
@@ -194,6 +195,7 @@ def register_primitives() -> None:
     _register("mul_rn", _print_mul_rn, _first_dtype, _broadcast_shape)
     _register("div_rn", _print_div_rn, _first_dtype, _broadcast_shape)
     _adapt_indexing()
+    _widen_in_registers()
 
 
 def _register(
@@ -313,6 +315,28 @@ def _adapt_indexing() -> None:
         return options
 
     kernel_class.indexing = indexing
+
+
+@functools.cache
+def _widen_in_registers() -> None:
+    """A kernel over rows makes bf16 fp32 by an instruction an element, where Triton takes two."""
+    kernel_class: Any = TritonKernel
+    original = kernel_class.load
+
+    def load(self: Any, name: str, index: sympy.Expr) -> Any:
+        if not _holds_rows(self) or V.graph.get_dtype(name) != torch.bfloat16:
+            return original(self, name, index)
+        with config.patch({"triton.codegen_upcast_to_fp32": False}):
+            loaded = original(self, name, index)
+        code = (
+            "tl.inline_asm_elementwise('shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;', "
+            f"'=&r,=r,r', [{loaded}], dtype=tl.float32, is_pure=True, pack=2)"
+        )
+        wide = self.cse.generate(self.compute, code, dtype=F32, shape=loaded.shape)
+        wide.mask_vars = loaded.mask_vars
+        return wide
+
+    kernel_class.load = load
 
 
 def _holds_rows(kernel: Any) -> bool:

@@ -121,6 +121,11 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
 
 def _create_inline_asm(self, asm, constraints, values, types, is_pure, pack):
     """Instructions on arrays; with two elements a time, each is paired with itself."""
+    if asm.startswith("shl.b32"):
+        # Both halves of a register of bf16, as fp32.
+        wide = _to_torch(values[0].data, values[0].dtype).float().numpy()
+        handle = triton_interpreter.TensorHandle(wide, tl.float32)
+        return SimpleNamespace(get_result=lambda _: handle)
     names = " ".join(re.findall(r"(?:^|[;{] )((?!\.)[\w.]+) ", asm))
     operands = [value.data for value in values]
     data = _INSTRUCTIONS[names](*np.broadcast_arrays(*(pack * operands)))

@@ -58,8 +58,8 @@ def test_golden_store_chain(store_code):
         summary(store_code),
         """\
 triton_per
-  store [tl.max_contiguous(r0_1, [1, 8]) + 512*tmp18 + 512*x0] where tmp15 & xmask
-  store [tmp57 + 16*tmp123 + 16*xindex] where tmp15 & xmask
+  store [tl.broadcast_to(tl.max_contiguous(r0_1, [1, 8]) + 512*tmp17, [XBLOCK, R0_BLOCK])] where tmp16 & xmask
+  store [tmp56 + 16*tmp122] where tmp16 & xmask
   casts: bfloat16, float16, float8e4nv
   exact arithmetic: cvt.rn.bf16x2, mul.rn
 buffers []""",
@@ -95,8 +95,8 @@ def test_golden_compressor_chain():
         summary(code),
         """\
 triton_per
-  store [tl.max_contiguous(r0_1, [1, 8]) + 512*tmp85 + 512*x0] where tmp82 & xmask
-  store [tmp124 + 16*tmp190 + 16*xindex] where tmp82 & xmask
+  store [tl.broadcast_to(tl.max_contiguous(r0_1, [1, 8]) + 512*tmp83, [XBLOCK, R0_BLOCK])] where tmp82 & xmask
+  store [tmp122 + 16*tmp188] where tmp82 & xmask
   casts: bfloat16, float16, float8e4nv
   exact arithmetic: cvt.rn.bf16x2, mul.rn
 buffers []""",
