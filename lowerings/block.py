@@ -195,6 +195,7 @@ def register_primitives() -> None:
     _register("mul_rn", _print_mul_rn, _first_dtype, _broadcast_shape)
     _register("div_rn", _print_div_rn, _first_dtype, _broadcast_shape)
     _adapt_indexing()
+    _load_early()
     _widen_in_registers()
 
 
@@ -509,7 +510,7 @@ class _GroupAxis:
 
 
 def _early_buffer() -> Any:
-    """Where loads by group belong: not behind the reduction of the row, as Inductor has it.
+    """Where early loads belong: not behind the reduction of the row, as Inductor has it.
 
     Few rows take as long as the loads that wait for one another, and the assembler lets these wait
     for those of the row unless a barrier keeps them in front. With many rows, the row's loads
@@ -526,23 +527,37 @@ def _early_variables() -> dict[str, Any]:
     kernel, name = V.kernel, PREFIX + "early"
     if name not in kernel.__dict__:
         setattr(kernel, name, {})
-        kernel.get_load_buffer = functools.partial(_load_buffer, kernel.get_load_buffer)
         if _early_buffer() is kernel.body:
             kernel.indexing_code.writeline("tl.debug_barrier()")
     return getattr(kernel, name)
 
 
-def _load_buffer(default: Callable[[Any], Any], indexing: Any) -> Any:
-    """A kernel's ``get_load_buffer``, which finds the buffer of loads by group."""
+@functools.cache
+def _load_early() -> None:
+    """Loads by group, and of what all rows share, go into the buffer of early loads."""
+    kernel_class: Any = TritonKernel
+    original = kernel_class.get_load_buffer
+
+    def get_load_buffer(self: Any, indexing: Any) -> Any:
+        if _holds_rows(self) and _along_columns(indexing.index):
+            _early_variables()
+            return _early_buffer()
+        return _group_load_buffer(self, indexing) or original(self, indexing)
+
+    kernel_class.get_load_buffer = get_load_buffer
+
+
+def _group_load_buffer(kernel: Any, indexing: Any) -> Any:
+    """The buffer of a load by group; None for others."""
+    if PREFIX + "early" not in kernel.__dict__:
+        return None
     symbols = indexing.index.free_symbols
     if not symbols:
         # The group index of a single row.
         return _early_buffer()
     names = map(str, (*symbols, *indexing.mask_vars))
     buffers = [_early_variables().get(name) for name in names if name.startswith("tmp")]
-    if buffers and buffers[0] and all(buffer is buffers[0] for buffer in buffers):
-        return buffers[0]
-    return default(indexing)
+    return buffers[0] if buffers and all(buffer is buffers[0] for buffer in buffers) else None
 
 
 def _print_group_index(position: Any, group: int) -> Any:
