@@ -11,6 +11,7 @@ LOWERING_NAMES = {
         "torch._inductor.ir:Scatter",
         "torch._inductor.ir:MutationLayoutSHOULDREMOVE",
         "torch._inductor.ir:FallbackKernel.create",
+        "torch._inductor.ir:IRNode.current_origins",
         "torch._inductor.dtype_propagation:DtypePropagationOpsHandler",
         "torch._inductor.shape_propagation:get_broadcasted_shape",
         "torch._inductor.shape_propagation:ShapePropagationOpsHandler",

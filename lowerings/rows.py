@@ -9,7 +9,7 @@ encoded rows go into the pool by ``write_rows``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
@@ -18,6 +18,7 @@ from torch._inductor import ir
 from torch._inductor.ir import TensorBox
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V, ops
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from fp8kv_inductor.formats import (
@@ -343,9 +344,19 @@ def _store(rows: TensorBox, slots: TensorBox, data: TensorBox, scale: TensorBox,
             return ops.to_dtype(load(index), row_format.code_dtype, src_dtype=F32), None
 
     if target.triton:
-        _scatter_rows(rows, slots, data, scale, row_format, element, in_tile)
+        inlined = OrderedSet(_row_ops_in_front() if encoded else ())
+        with ir.IRNode.current_origins(inlined):
+            _scatter_rows(rows, slots, data, scale, row_format, element, in_tile)
     else:
         _write_rows(rows, slots, data, scale, row_format, element)
+
+
+def _row_ops_in_front() -> Iterator[torch.fx.Node]:
+    """The row operators behind whose rows the one being lowered stands; they name a kernel, too."""
+    node: Any = V.graph.current_node.args[0]
+    while is_row_op(node):
+        yield node
+        node = node.args[0]
 
 
 def _scatter_rows(
