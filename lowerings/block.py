@@ -555,9 +555,27 @@ def _group_load_buffer(kernel: Any, indexing: Any) -> Any:
     if not symbols:
         # The group index of a single row.
         return _early_buffer()
-    names = map(str, (*symbols, *indexing.mask_vars))
-    buffers = [_early_variables().get(name) for name in names if name.startswith("tmp")]
-    return buffers[0] if buffers and all(buffer is buffers[0] for buffer in buffers) else None
+    names = [str(symbol) for symbol in (*symbols, *indexing.mask_vars)]
+    names = [name for name in names if name.startswith("tmp")]
+    buffers = [_early_variables().get(name) for name in names]
+    if not buffers or any(buffer is not buffers[0] for buffer in buffers):
+        return None
+    by_row = all(kernel.cse.varname_map[name].shape[-1] == "1" for name in names)
+    return _late_buffer() if by_row and _early_buffer() is not kernel.body else buffers[0]
+
+
+def _late_buffer() -> Any:
+    """Where loads by row belong, with many rows: the slot is needed last, and until then two
+    registers per row would be taken away from other programs. A barrier keeps the assembler from
+    loading it first all the same.
+    """
+    kernel, name = V.kernel, PREFIX + "late"
+    if not kernel.persistent_reduction:
+        return kernel.loads
+    if name not in kernel.__dict__:
+        setattr(kernel, name, True)
+        kernel.compute.writeline("tl.debug_barrier()")
+    return kernel.compute
 
 
 def _print_group_index(position: Any, group: int) -> Any:
