@@ -5,7 +5,15 @@ import math
 
 import pytest
 import torch
-from nasty import HEAD_DIM, nasty_reads, nasty_rows, pool_bytes, row_ops
+from nasty import (
+    HEAD_DIM,
+    REPORTED,
+    check_reported_bytes,
+    nasty_reads,
+    nasty_rows,
+    pool_bytes,
+    row_ops,
+)
 from torch._inductor.utils import run_and_get_code
 
 from fp8kv_inductor import Pool, indexer_scores, reference, sparse_attention, store
@@ -85,6 +93,13 @@ def test_every_bf16_value_and_every_tie():
             store(rows.cuda(), slots.cuda(), pools[1])
             compiled(store)(rows.cuda(), slots.cuda(), pools[2])
             assert_same_rows(*pools)
+
+
+@pytest.mark.parametrize("fault", REPORTED)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_that_others_got_wrong(fmt, fault):
+    check_reported_bytes([fault], fmt, store, "cuda")
+    check_reported_bytes([fault], fmt, compiled(store), "cuda")
 
 
 @pytest.mark.slow

@@ -9,7 +9,15 @@ import torch
 from generated import ARCHITECTURES, GeneratedKernel
 from interpreted_graph import interpreted_graph
 from interpreter import interpreted
-from nasty import BF16_SPECIALS, nasty_rows, pool_bytes, row_ops, same
+from nasty import (
+    BF16_SPECIALS,
+    REPORTED,
+    check_reported_bytes,
+    nasty_rows,
+    pool_bytes,
+    row_ops,
+    same,
+)
 from row_cases import margins_are_empty, pool_between_margins
 from torch._inductor.ir import TensorBox
 
@@ -242,6 +250,11 @@ def test_interpreted_bytes_equal_eager(fmt, slot_dtype, tmp_path):
     assert torch.equal(out.nan_to_num(nan=9.0), expected.nan_to_num(nan=9.0))
     for left, right in zip(pool_bytes(eager), pool_bytes(ours), strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("fmt", FORMATS[:3])
+def test_rows_that_others_got_wrong(fmt):
+    check_reported_bytes(REPORTED, fmt, lambda *args: interpreted_graph(store, args))
 
 
 def behind_a_reduction(x, cos, sin, slots, pool):

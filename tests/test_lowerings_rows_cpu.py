@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nasty import nasty_rows, pool_bytes, row_ops, same
+from nasty import REPORTED, check_reported_bytes, nasty_rows, pool_bytes, row_ops, same
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
@@ -33,6 +33,20 @@ def test_bytes_equal_eager(fmt):
         assert torch.equal(left, right)
     assert not pool_copies(code, ours.data)
     assert "fp8kv.write_rows" in code
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e4m3_amax", "fp8_e4m3_ue8m0"])
+def test_rows_that_others_got_wrong(fmt):
+    check_reported_bytes(REPORTED, fmt, compiled(store))
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e4m3_amax"])
+def test_ten_million_random_elements(fmt):
+    rows, slots = torch.randn(20_000, 512).bfloat16(), torch.arange(20_000)
+    eager, ours = Pool.empty(20_000, 512, fmt), Pool.empty(20_000, 512, fmt)
+    store(rows, slots, eager)
+    compiled(store)(rows, slots, ours)
+    assert all(map(torch.equal, pool_bytes(eager), pool_bytes(ours)))
 
 
 def test_three_dimensions_and_inverse():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nasty import REPORTED, check_reported_bytes
 
 import fp8kv_inductor
 from fp8kv_inductor import reference
@@ -44,6 +45,12 @@ def assert_equals_reference(rows, slots, name, **layout):
 def test_bytes(name, slot_dtype, dtype):
     rows = (torch.randn(8, D) * 10.0 ** torch.linspace(-4, 3, 8).unsqueeze(1)).to(dtype)
     assert_equals_reference(rows, torch.randperm(N)[:8].to(slot_dtype), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fault", REPORTED)
+def test_rows_that_others_got_wrong(fault, name):
+    check_reported_bytes([fault], name, fp8kv_inductor.store)
 
 
 @pytest.mark.parametrize("name", NAMES)
