@@ -51,6 +51,7 @@ LOWERING_NAMES = {
         "torch._inductor.select_algorithm:SymbolicGridFn",
         "torch._inductor.select_algorithm:autotune_select_algorithm",
         "torch._inductor.select_algorithm:realize_inputs",
+        "torch._inductor.sizevars:SizeVarAllocator.evaluate_expr",
         "torch._inductor.sizevars:SizeVarAllocator.guard_int",
         "torch._inductor.sizevars:SizeVarAllocator.optimization_hint",
     ),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8kv_inductor import numerics
+from fp8kv_inductor.config import check_device
 from fp8kv_inductor.formats import RowFormat, get_format
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def _check_pool(tier: str, data: Tensor, scale: Tensor, head_dim: Any, fmt: RowF
     )
     if not fmt.quantized:
         return
+    check_device(fmt, data.device, f"format {fmt.name!r}")
     _check_dim(f"{tier}scale", scale, 2)
     _check_dtype(f"{tier}scale of format {fmt.name!r}", scale, (fmt.scale_dtype,))
     _check_equal(f"{tier}data and {tier}scale slots", data.shape[0], scale.shape[0])
@@ -307,13 +309,27 @@ def _act_quant_cpu(x: Tensor, features: int, block: int = 64) -> Tensor:
 
 
 def check_slots(slots: Tensor, n_slots: int) -> None:
-    """Raise IndexError for a slot that lies beyond the pool (negative ones are skipped rows)."""
-    beyond = slots >= n_slots
-    if bool(beyond.any()):
+    """Refuse slots `[T]` that a store cannot mean; negative ones are skipped rows.
+
+    Raises:
+        IndexError: a slot lies beyond the pool.
+        ValueError: two rows have the same slot.
+    """
+    ordered = slots.sort().values
+    beyond = ordered[-1:] >= n_slots
+    twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    if not bool(torch.cat([beyond, twice]).any()):
+        return
+    if bool(beyond):
         raise IndexError(
-            f"slot {int(slots[beyond][0])} is beyond the pool of {n_slots} slots; "
+            f"slot {int(slots[slots >= n_slots][0])} is beyond the pool of {n_slots} slots; "
             "needed: slots below that, or negative ones for rows to skip"
         )
+    slot = int(ordered[1:][twice][0])
+    raise ValueError(
+        f"slot {slot} is that of rows {(slots == slot).nonzero()[:, 0].tolist()}; "
+        "needed: a slot of its own for each row, or negative ones for rows to skip"
+    )
 
 
 @torch.library.impl(_library, "store", "CPU")
@@ -588,13 +604,15 @@ def store(rows: Tensor, slots: Tensor, pool: Pool) -> None:
 
     Args:
         rows: `[T, D]`, bf16, fp16 or fp32.
-        slots: `[T]` int32 or int64. A negative slot skips its row. Of several rows with the same
-            slot one wins, codes and scales each from one of them; pass distinct slots.
+        slots: `[T]` int32 or int64, distinct. A negative slot skips its row.
         pool: where to write.
 
+    On the CPU and in eager mode, outside of captures, slots are checked. Compiled CUDA code skips
+    a row whose slot lies beyond the pool, and may mix rows that have the same slot.
+
     Raises:
-        IndexError: a slot lies beyond the pool (CPU and eager mode; compiled CUDA code skips the
-            row instead).
+        IndexError: a slot lies beyond the pool.
+        ValueError: two rows have the same slot.
     """
     torch.ops.fp8kv.store(rows, slots, pool.data, pool.scale, pool.format.name)
 

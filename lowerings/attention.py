@@ -209,6 +209,8 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
     columns = hint(read.indices.get_size()[1])
     splits = kernels.choose_splits(hint(tokens), head_blocks, columns, target.sm_count)
     splits = min(splits, MAX_SPLITS)
+    if splits > 1:
+        _guard_few(tokens, head_blocks, target.sm_count)
     # The pairs of an odd row begin at odd features, which a tile does not hold as neighbours.
     inside = read.angles if splits == 1 and head_dim % 2 == 0 else None
 
@@ -237,6 +239,16 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
         return out, view(lse, [tokens, heads])
     out, total_lse = _combine(read, part, lse, splits)
     return _rotated(read, out), total_lse
+
+
+def _guard_few(tokens: sympy.Expr, head_blocks: int, sm_count: int) -> None:
+    """Keep a graph with parts to the numbers of tokens that are divided into parts.
+
+    Each token has ``splits`` parts in memory. A graph for any number of tokens that was compiled
+    for few would fill gigabytes with those of a long prompt; this guard compiles another one.
+    """
+    few = sympy.Le(tokens, sm_count // (2 * head_blocks))
+    V.graph.sizevars.evaluate_expr(few, fallback_value=True)
 
 
 def _choices(

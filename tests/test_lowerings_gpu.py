@@ -180,13 +180,14 @@ def test_reads_equal_fp64(fmt, tokens, heads):
     check_read(args, read(*args))
 
 
-def test_token_counts_share_two_graphs():
+def test_token_counts_share_a_graph_for_few_and_one_for_many():
+    """And the first call has a graph of its own, before Dynamo knows that the number changes."""
     step = compiled(read)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for tokens in (8, 5, 17, 64, 200):
         args = on_cuda(nasty_reads(tokens, 64, 640, "fp8_e4m3"))
         check_read(args, step(*args))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs <= 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs <= 3
 
 
 def test_max_autotune_gives_the_same_answer():

@@ -116,6 +116,13 @@ def test_a_slot_beyond_the_pool_raises():
     assert not pool.data.any()
 
 
+def test_rows_of_one_slot_are_refused():
+    pool = Pool.empty(4, 512, "fp8_e4m3")
+    with pytest.raises(ValueError, match=r"slot 3 is that of rows \[0, 2\]; needed: a slot"):
+        compiled(store)(nasty_rows(3), torch.tensor([3, -1, 3]), pool)
+    assert not pool.data.any()
+
+
 def test_the_producers_rounding_is_not_lost():
     """bf16 casts in front of an op count, although Inductor fuses them away."""
 
