@@ -45,6 +45,7 @@ LOWERING_NAMES = {
         "torch._inductor.ir:MutationOutput",
         "torch._inductor.ir:Reduction.create",
         "torch._inductor.lowering:empty_strided",
+        "torch._inductor.lowering:fallback_handler",
         "torch._inductor.select_algorithm:ExternKernelCaller.output_node",
         "torch._inductor.select_algorithm:ExternKernelChoice.bind",
         "torch._inductor.select_algorithm:TritonTemplate.maybe_append_choice",

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fp8kv_inductor import Pool, act_quant, reference, rope, store
+from fp8kv_inductor import FORMATS, Pool, act_quant, reference, rope, store
 from fp8kv_inductor.chains import MODEL
 from fp8kv_inductor.formats import E4M3_MAX
 
@@ -134,6 +135,49 @@ def nasty_reads(tokens: int, heads: int, columns: int, fmt: str, n_slots: int = 
     sink = torch.randn(heads)
     sink[:2] = torch.tensor([-math.inf, math.inf])
     return torch.randn(tokens, heads, HEAD_DIM).bfloat16(), *pools, indices, counts, sink
+
+
+def stores_into_layers(rows: Tensor, slots: Tensor, data: Tensor, scale: Tensor) -> None:
+    """A store into each layer of `[L, N, D]` codes and their scales."""
+    for layer in range(data.shape[0]):
+        torch.ops.fp8kv.store(rows * (layer + 1), slots, data[layer], scale[layer], "fp8_e4m3")
+
+
+def stores_and_reads(row, slot, data, scale):
+    """Through each layer of pools twice: store a row, read what the slot holds, go on with that.
+
+    One live column without a sink has weight 1, so that whatever computes a read gives the row.
+    Rows are `[T, D]`, slots `[T]`; the results are those of all reads.
+    """
+    results, sink = [], row.new_full((1,), -math.inf, dtype=torch.float32)
+    for again in range(2):
+        for layer in range(data.shape[0]):
+            pool = data[layer], scale[layer]
+            torch.ops.fp8kv.store(row, slot, *pool, "fp8_e4m3")
+            indices = slot.unsqueeze(1)
+            row = torch.ops.fp8kv.sparse_attention(
+                row.unsqueeze(1), *pool, *pool, indices, None, sink, 1 - again, 0.1, "fp8_e4m3"
+            )[0].squeeze(1)
+            row = row.flip(-1) * 0.5
+            results.append(row)
+    return results
+
+
+FAR_SLOTS = (0, (1 << 22) - 1, 1 << 22, (1 << 22) + 255)
+"""Slots on both sides of byte 2^31 of a pool, and its last one."""
+
+
+def far_pool(fmt: str) -> Pool:
+    """A pool of 2.1 GB of codes in the CPU's memory, which takes only the pages that are used."""
+    row_format, n_slots = FORMATS[fmt], FAR_SLOTS[-1] + 1
+    shapes = (n_slots, HEAD_DIM), (n_slots, row_format.scales_per_row(HEAD_DIM))
+    dtypes = row_format.code_dtype, row_format.scale_dtype
+    # Of all ways to zeros only this one asks the system for pages that are zero already.
+    parts = [
+        torch.from_numpy(np.zeros((n, width * dtype.itemsize), np.uint8)).view(dtype)
+        for (n, width), dtype in zip(shapes, dtypes, strict=True)
+    ]
+    return Pool(*parts, row_format)
 
 
 def pool_bytes(pool: Pool) -> tuple[Tensor, Tensor]:

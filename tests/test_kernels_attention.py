@@ -164,6 +164,16 @@ def test_empty_sizes(device, splits):
     assert (lse == -math.inf).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("splits", SPLITS)
+def test_a_pool_without_rows(device, splits):
+    case = make_case()
+    case["indices"][:, WINDOW:] = -1
+    expected = read(device, case, splits)
+    case["cmp"] = tuple(tensor[:0] for tensor in case["cmp"])
+    assert all(map(torch.equal, read(device, case, splits), expected))
+
+
 def test_splits_fill_the_gpu_and_none_is_empty():
     assert choose_splits(1, 1, 640, 132) == 10
     assert choose_splits(64, 1, 640, 132) == 2

@@ -11,8 +11,10 @@ from interpreted_graph import interpreted_graph
 from interpreter import interpreted
 from nasty import (
     BF16_SPECIALS,
+    FAR_SLOTS,
     REPORTED,
     check_reported_bytes,
+    far_pool,
     nasty_rows,
     pool_bytes,
     row_ops,
@@ -425,6 +427,21 @@ def test_rows_without_a_slot_write_nothing(beyond, width, front, computed):
     interpreted_graph(graph, (rows, torch.tensor([7, *beyond[1:]]), pool))
     assert margins_are_empty(pool)
     assert pool.scale[7].count_nonzero() == pool.scale.count_nonzero() == width // 32
+
+
+@pytest.mark.parametrize("front", [rms_norm, torch.neg])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots_beyond_32_bit_addresses(dtype, front):
+    """Inductor takes 32-bit indices, as all other sizes are small."""
+    rows, slots = torch.randn(4, 512).bfloat16(), torch.tensor(FAR_SLOTS, dtype=dtype)
+    near, far = Pool.empty(4, 512, "fp8_e4m3"), far_pool("fp8_e4m3")
+
+    def graph(x, slots, pool):
+        store(front(x), slots, pool)
+
+    interpreted_graph(graph, (rows, torch.arange(4), near))
+    interpreted_graph(graph, (rows, slots, far))
+    assert torch.equal(far.data[slots], near.data) and torch.equal(far.scale[slots], near.scale)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from nasty import REPORTED, check_reported_bytes, nasty_rows, pool_bytes, row_ops, same
+from nasty import (
+    FAR_SLOTS,
+    REPORTED,
+    check_reported_bytes,
+    far_pool,
+    nasty_rows,
+    pool_bytes,
+    row_ops,
+    same,
+    stores_into_layers,
+)
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
@@ -83,6 +93,33 @@ def test_token_counts_share_one_graph():
     assert counters["stats"]["unique_graphs"] - graphs == 1
 
 
+def test_one_token_and_more_are_two_graphs():
+    pool, step = Pool.empty(N_SLOTS, 512, "fp8_e4m3"), compiled(row_ops)
+    graphs = counters["stats"]["unique_graphs"]
+    for tokens in (1, 2, 7, 64, 1):
+        step(nasty_rows(tokens), *angles(tokens), torch.arange(tokens), pool)
+    assert counters["stats"]["unique_graphs"] - graphs == 2
+
+
+def test_pool_sizes_share_graphs():
+    """Of pools that are arguments. One token and more, each with a first pool and with any."""
+
+    def loose(rows, slots, data, scale):
+        torch.ops.fp8kv.store(rows, slots, data, scale, "fp8_e4m3")
+
+    register()
+    step = compiled(loose)
+    graphs = counters["stats"]["unique_graphs"]
+    for n_slots in (97, 211, 307):
+        for tokens in (1, 2, 7, 64):
+            rows, slots = nasty_rows(tokens), torch.randperm(n_slots)[:tokens]
+            eager, ours = Pool.empty(n_slots, 512, "fp8_e4m3"), Pool.empty(n_slots, 512, "fp8_e4m3")
+            store(rows, slots, eager)
+            step(rows, slots, ours.data, ours.scale)
+            assert all(map(torch.equal, pool_bytes(eager), pool_bytes(ours)))
+    assert counters["stats"]["unique_graphs"] - graphs <= 4
+
+
 def test_pools_inside_a_larger_buffer_are_written_in_place():
     big = torch.zeros(3, N_SLOTS, 512, dtype=torch.uint8)
     scales = torch.zeros(3, N_SLOTS, 16, dtype=torch.float16)
@@ -96,6 +133,57 @@ def test_pools_inside_a_larger_buffer_are_written_in_place():
     assert not pool_copies(code, ours.data)
 
 
+def test_layers_of_one_buffer_are_written_in_place():
+    register()
+    args = nasty_rows(TOKENS), torch.randperm(N_SLOTS)[:TOKENS]
+    eager, ours = (
+        (
+            torch.zeros(6, N_SLOTS, 512, dtype=torch.uint8),
+            torch.zeros(6, N_SLOTS, 16, dtype=torch.float16),
+        )
+        for _ in range(2)
+    )
+    stores_into_layers(*args, *eager)
+    _, (code,) = run_and_get_code(compiled(stores_into_layers), *args, *ours)
+    assert all(map(torch.equal, eager, ours))
+    assert not pool_copies(code, ours[0], ours[0][0])
+
+
+def test_a_store_that_nothing_reads_is_run():
+    pool = Pool.empty(N_SLOTS, 512, "fp8_e4m3")
+
+    def nothing_but_a_store(rows, slots):
+        store(rows, slots, pool)
+
+    assert compiled(nothing_but_a_store)(torch.ones(2, 512), torch.arange(2)) is None
+    assert pool.data[:2].all() and not pool.data[2:].any()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_no_rows(fmt):
+    """A graph for no rows, and one for any number of them."""
+    pool, step = Pool.empty(N_SLOTS, 512, fmt), compiled(row_ops)
+    for tokens in (0, 2, 3, 0):
+        rows, slots = nasty_rows(tokens) if tokens else torch.empty(0, 512), torch.arange(tokens)
+        row = step(rows.bfloat16(), *angles(tokens), slots, pool)
+        assert row.shape == (tokens, 512)
+
+
+@pytest.mark.parametrize("part", ["data", "scale"])
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float32, torch.bfloat16])
+def test_another_dtype_is_the_error_of_eager_mode(part, dtype):
+    pool = Pool.empty(8, 512, "fp8_e4m3")
+    pools = {"data": pool.data, "scale": pool.scale}
+    pools[part] = pools[part].to(dtype)
+
+    def loose(rows, slots, data, scale):
+        torch.ops.fp8kv.store(rows, slots, data, scale, "fp8_e4m3")
+
+    for step in (loose, compiled(loose)):
+        with pytest.raises(Exception, match=rf"{part} of format 'fp8_e4m3' has dtype {dtype}"):
+            step(nasty_rows(2), torch.arange(2), *pools.values())
+
+
 def test_a_copied_pool_would_be_seen():
     """Positive control of ``pool_copies``."""
 
@@ -107,6 +195,17 @@ def test_a_copied_pool_would_be_seen():
     *_, slots, pool = store_inputs(TOKENS, "fp8_e4m3")
     _, (code,) = run_and_get_code(compiled(copies), nasty_rows(TOKENS), slots, pool)
     assert pool_copies(code, pool.data)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots_beyond_32_bit_addresses(dtype):
+    """Through one graph, which a small pool came to first."""
+    rows, slots = nasty_rows(4), torch.tensor(FAR_SLOTS, dtype=dtype)
+    for step in (store, compiled(store, dynamic=True)):
+        near, far = Pool.empty(4, 512, "fp8_e4m3"), far_pool("fp8_e4m3")
+        step(rows, torch.arange(4, dtype=dtype), near)
+        step(rows, slots, far)
+        assert torch.equal(far.data[slots], near.data) and torch.equal(far.scale[slots], near.scale)
 
 
 def test_a_slot_beyond_the_pool_raises():
