@@ -133,7 +133,7 @@ def nasty_reads(tokens: int, heads: int, columns: int, fmt: str, n_slots: int = 
     counts = torch.full((tokens,), 33, dtype=torch.int32)
     counts[:4] = torch.tensor([0, 5, 64, 1000])
     sink = torch.randn(heads)
-    sink[:2] = torch.tensor([-math.inf, math.inf])
+    sink[:2] = torch.tensor([-math.inf, math.inf])[:heads]
     return torch.randn(tokens, heads, HEAD_DIM).bfloat16(), *pools, indices, counts, sink
 
 
