@@ -28,9 +28,9 @@ SMALL = replace(
 ONE_LAYER = replace(SMALL, name="one-layer", compress_ratios=(0,))
 
 
-def make_model(config=SMALL, kv_cache_dtype="auto", rounding=True, parallel=SINGLE):
+def make_model(config=SMALL, kv_cache_dtype="auto", rounding=True, parallel=SINGLE, device="cpu"):
     """In fp32, with the same weights each time."""
-    cache = CacheConfig.resolve(config, kv_cache_dtype, "cpu")
+    cache = CacheConfig.resolve(config, kv_cache_dtype, device)
     model = DeepseekV4(cache, torch.float32, rounding, parallel)
     load_weights(model, random_weights(config, 0, torch.float32))
     return model
