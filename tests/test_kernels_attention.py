@@ -46,7 +46,7 @@ def test_formats_and_dtypes(device, name, dtype, splits):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("splits", SPLITS)
-@pytest.mark.parametrize("heads", [1, 16, 20, 128])
+@pytest.mark.parametrize("heads", [1, 8, 16, 20, 32, 64, 128])
 def test_heads(device, heads, splits):
     assert_close_to_exact(device, make_case(tokens=1, heads=heads), splits)
 
