@@ -44,15 +44,17 @@ def compile_kernels(
 
 def _load(wrapper: str, folder: Path) -> Callable[..., Any]:
     """The ``call`` of a generated module, over CPU tensors."""
+    guards = torch._C._dynamo.guards
+    checks = [name for name in dir(guards) if name.startswith("assert_")]
     namespace: dict[str, Any] = {
+        **{name: getattr(guards, name) for name in checks},
         "torch": torch,
         "aten": torch.ops.aten,
         "assert_alignment": lambda *_: None,
-        "assert_size_stride": torch._C._dynamo.guards.assert_size_stride,
         "copy_if_misaligned": lambda tensor: tensor,
         "empty_strided_cuda": lambda *shape: torch.empty_strided(*shape[:2], dtype=shape[2]),
         "get_raw_stream": lambda index: index,
-        "reinterpret_tensor": torch._C._dynamo.guards._reinterpret_tensor,
+        "reinterpret_tensor": guards._reinterpret_tensor,
     }
     for name, source in triton_kernels(wrapper).items():
         namespace[name] = _Launcher(name, source, folder)

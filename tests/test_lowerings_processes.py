@@ -14,7 +14,8 @@ def check():
     from torch._inductor.utils import run_and_get_code
     store(rows, slots, pools[0])
     torch._dynamo.reset()
-    _, (code,) = run_and_get_code(torch.compile(store, fullgraph=True), rows, slots, pools[1])
+    compiled = torch.compile(store, fullgraph=True, options={"cpp.simdlen": 1})
+    _, (code,) = run_and_get_code(compiled, rows, slots, pools[1])
     assert all(map(torch.equal, pools[0].buffers(), pools[1].buffers())) and pools[0].data.any()
     return "write_rows.default(" in code
 """
@@ -78,18 +79,15 @@ def test_without_triton():
 
 
 def test_forked_workers():
-    """The parent has registered and compiled; each child compiles for itself."""
+    """The parent has registered and compiled; a child compiles for itself."""
     run("""
         import os
         torch.set_num_threads(1)
         assert check()
-        children = []
-        for _ in range(2):
-            child = os.fork()
-            if not child:
-                os._exit(0 if check() else 1)
-            children.append(child)
-        assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+        child = os.fork()
+        if not child:
+            os._exit(0 if check() else 1)
+        assert os.waitpid(child, 0)[1] == 0
         assert check()
     """)
 
@@ -102,7 +100,6 @@ def test_spawned_workers(tmp_path):
         if __name__ == "__main__":
             import concurrent.futures
             import multiprocessing
-            assert check()
             context = multiprocessing.get_context("spawn")
             with concurrent.futures.ProcessPoolExecutor(1, context) as workers:
                 assert workers.submit(check).result()
