@@ -7,13 +7,33 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PYTHON_VERSION = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 
-.PHONY: demo test lint
+TORCH ?=
+TRITON ?=
+OTHER := .venv-torch-$(TORCH)
+
+.PHONY: demo test test-torch lint
 
 demo: $(STAMP)
 	$(BIN)/fp8kv demo $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# The suite on another torch, in a venv of its own: make test-torch TORCH=2.15.0. A GPU build brings
+# its triton; for a CPU build name it: TRITON=3.7.1.
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/fp8kv doctor --device cpu
+	$(OTHER)/bin/python -m pytest $(ARGS)
+
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	@test -n "$(TORCH)" || { echo "which torch? make test-torch TORCH=2.15.0"; exit 1; }
+	$(PYTHON) -m venv $(OTHER)
+	grep -Ev '^(torch|triton)==' constraints.txt > $(OTHER)/constraints.txt
+	printf '%s\n' torch==$(TORCH) $(if $(TRITON),triton==$(TRITON)) >> $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --constraint $(OTHER)/constraints.txt setuptools torch
+	$(OTHER)/bin/python -m pip install --constraint $(OTHER)/constraints.txt \
+		--no-build-isolation --editable '.[test]'
+	@touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -108,23 +108,37 @@ def _check_quantized(
             f"{kv_cache_dtype!r} needs a multiple of {row_format.block}; "
             "use kv_cache_dtype='auto'"
         )
-    if device.type == "cuda":
-        try:
-            capability = torch.cuda.get_device_capability(device)
-        except (RuntimeError, AssertionError) as error:
-            raise ConfigError(
-                f"found no usable CUDA device behind {str(device)!r} ({error}); "
-                f"kv_cache_dtype={kv_cache_dtype!r} needs a GPU there, or device='cpu'"
-            ) from error
-        if capability < FP8_CAPABILITY:
-            raise ConfigError(
-                f"found a GPU of compute capability {capability[0]}.{capability[1]}; "
-                f"kv_cache_dtype={kv_cache_dtype!r} needs {FP8_CAPABILITY[0]}."
-                f"{FP8_CAPABILITY[1]} or newer (Ada, Hopper, Blackwell); "
-                "use kv_cache_dtype='auto' or the CPU"
-            )
-    elif device.type != "cpu":
+    if device.type not in ("cuda", "cpu"):
         raise ConfigError(
             f"found device type {device.type!r}; kv_cache_dtype={kv_cache_dtype!r} needs "
             "'cuda' or 'cpu'"
+        )
+    check_device(row_format, device, f"kv_cache_dtype={kv_cache_dtype!r}")
+
+
+def check_device(row_format: RowFormat, device: torch.device, asked: str) -> None:
+    """Refuse a GPU that cannot convert to and from the codes of a format.
+
+    Args:
+        row_format: what rows look like.
+        device: where they lie.
+        asked: what needs the format, for the message.
+
+    Raises:
+        ConfigError: there is no such GPU, or it has no e4m3 conversions.
+    """
+    if device.type != "cuda" or not row_format.quantized:
+        return
+    try:
+        capability = torch.cuda.get_device_capability(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"found no usable CUDA device behind {str(device)!r} ({error}); "
+            f"{asked} needs a GPU there, or device='cpu'"
+        ) from error
+    if capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"found a GPU of compute capability {capability[0]}.{capability[1]}; "
+            f"{asked} needs {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer "
+            "(Ada, Hopper, Blackwell); use kv_cache_dtype='auto' or the CPU"
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8kv_inductor import numerics
+from fp8kv_inductor.config import check_device
 from fp8kv_inductor.formats import RowFormat, get_format
 
 if TYPE_CHECKING:
@@ -37,6 +38,14 @@ SCHEMAS = {
     "indexer_scores": (
         "(Tensor q, Tensor weights, Tensor idx_data, Tensor page_rows, Tensor request, "
         "Tensor counts, int page_size) -> Tensor"
+    ),
+    "live_slots": (
+        "(Tensor indices, Tensor? cmp_counts, int n_window, SymInt window_slots, "
+        "SymInt cmp_slots) -> Tensor"
+    ),
+    "live_pages": (
+        "(Tensor page_rows, Tensor request, Tensor counts, SymInt page_size, SymInt n_keys) "
+        "-> Tensor"
     ),
     "sinkhorn": "(Tensor logits, int iterations, float eps) -> Tensor",
 }
@@ -85,6 +94,7 @@ def _check_pool(tier: str, data: Tensor, scale: Tensor, head_dim: Any, fmt: RowF
     )
     if not fmt.quantized:
         return
+    check_device(fmt, data.device, f"format {fmt.name!r}")
     _check_dim(f"{tier}scale", scale, 2)
     _check_dtype(f"{tier}scale of format {fmt.name!r}", scale, (fmt.scale_dtype,))
     _check_equal(f"{tier}data and {tier}scale slots", data.shape[0], scale.shape[0])
@@ -286,6 +296,20 @@ def _indexer_scores_fake(
     return q.new_empty((q.shape[0], page_rows.shape[1] * page_size), dtype=torch.float32)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::live_slots", lib=_library)
+def _live_slots_fake(
+    indices: Tensor, cmp_counts: Tensor | None, n_window: int, window_slots: int, cmp_slots: int
+) -> Tensor:
+    return indices.new_empty(indices.shape, dtype=torch.int64)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::live_pages", lib=_library)
+def _live_pages_fake(
+    page_rows: Tensor, request: Tensor, counts: Tensor, page_size: int, n_keys: int
+) -> Tensor:
+    return page_rows.new_empty((request.shape[0], page_rows.shape[1]), dtype=torch.int64)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::sinkhorn", lib=_library)
 def _sinkhorn_fake(logits: Tensor, iterations: int, eps: float) -> Tensor:
     _check_sinkhorn(logits, iterations)
@@ -307,13 +331,27 @@ def _act_quant_cpu(x: Tensor, features: int, block: int = 64) -> Tensor:
 
 
 def check_slots(slots: Tensor, n_slots: int) -> None:
-    """Raise IndexError for a slot that lies beyond the pool (negative ones are skipped rows)."""
-    beyond = slots >= n_slots
-    if bool(beyond.any()):
+    """Refuse slots `[T]` that a store cannot mean; negative ones are skipped rows.
+
+    Raises:
+        IndexError: a slot lies beyond the pool.
+        ValueError: two rows have the same slot.
+    """
+    ordered = slots.sort().values
+    beyond = ordered[-1:] >= n_slots
+    twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    if not bool(torch.cat([beyond, twice]).any()):
+        return
+    if bool(beyond):
         raise IndexError(
-            f"slot {int(slots[beyond][0])} is beyond the pool of {n_slots} slots; "
+            f"slot {int(slots[slots >= n_slots][0])} is beyond the pool of {n_slots} slots; "
             "needed: slots below that, or negative ones for rows to skip"
         )
+    slot = int(ordered[1:][twice][0])
+    raise ValueError(
+        f"slot {slot} is that of rows {(slots == slot).nonzero()[:, 0].tolist()}; "
+        "needed: a slot of its own for each row, or negative ones for rows to skip"
+    )
 
 
 @torch.library.impl(_library, "store", "CPU")
@@ -335,13 +373,61 @@ def _write_rows_cpu(
         scale[live_slots] = scales[live]
 
 
-def live_columns(indices: Tensor, cmp_counts: Tensor | None, n_window: int) -> Tensor:
-    """Which columns `[T, K]` of a read exist: index >= 0 and below ``n_window + count``."""
+@torch.library.impl(_library, "live_slots", "CPU")
+def _live_slots_cpu(
+    indices: Tensor, cmp_counts: Tensor | None, n_window: int, window_slots: int, cmp_slots: int
+) -> Tensor:
+    """Slots `[T, K]` (int64) of the columns of a read on the CPU, -1 for those that do not exist.
+
+    A column exists if its index is >= 0 and, for compressed columns, below the count.
+
+    Raises:
+        IndexError: the slot of a column that exists lies beyond its pool.
+    """
     live = indices >= 0
     if cmp_counts is not None:
         column = torch.arange(indices.shape[1], device=indices.device)
         live &= column - n_window < cmp_counts.clamp_min(0).unsqueeze(1)
-    return live
+    slots = indices.to(torch.int64).masked_fill(~live, -1)
+    for tier, n_slots, part in (
+        ("window", window_slots, slots[:, :n_window]),
+        ("cmp", cmp_slots, slots[:, n_window:]),
+    ):
+        if part.numel() and int(part.max()) >= n_slots:
+            raise IndexError(
+                f"index {int(part.max())} is beyond the {tier} pool of {n_slots} slots; "
+                "needed: indices below that, or negative ones for columns that do not exist"
+            )
+    return slots
+
+
+@torch.library.impl(_library, "live_pages", "CPU")
+def _live_pages_cpu(
+    page_rows: Tensor, request: Tensor, counts: Tensor, page_size: int, n_keys: int
+) -> Tensor:
+    """First key rows `[T, P]` (int64) of each token's pages on the CPU, -1 for dead pages.
+
+    Raises:
+        IndexError: a token with live keys has a request without page rows, or a live key lies
+            beyond the pool.
+    """
+    requests, pages = page_rows.shape
+    first_key = torch.arange(pages, device=counts.device) * page_size
+    live_keys = (counts.unsqueeze(1) - first_key).clamp(0, page_size)
+    reads = counts > 0
+    unknown = reads & ((request < 0) | (request >= requests))
+    if bool(unknown.any()):
+        raise IndexError(
+            f"request {int(request[unknown][0])} has no row in page_rows, which has {requests}"
+        )
+    rows = page_rows.to(torch.int64)[request.masked_fill(~reads, 0)] if requests else live_keys
+    bad = (live_keys > 0) & ((rows < 0) | (rows + live_keys > n_keys))
+    if bool(bad.any()):
+        raise IndexError(
+            f"page row {int(rows[bad][0])} with {int(live_keys[bad][0])} live keys lies outside "
+            f"the idx pool of {n_keys} rows"
+        )
+    return rows.masked_fill(live_keys == 0, -1)
 
 
 CPU_READ_ELEMENTS = 1 << 24
@@ -381,19 +467,13 @@ def _sparse_attention_cpu(
     tokens, heads, head_dim = q.shape
     out = q.new_empty(q.shape)
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
-    live = live_columns(indices, cmp_counts, n_window)
-    for name, pool, part in (
-        ("window", window_data, slice(None, n_window)),
-        ("cmp", cmp_data, slice(n_window, None)),
-    ):
-        touched = indices[:, part][live[:, part]]
-        if touched.numel() and int(touched.max()) >= pool.shape[0]:
-            raise IndexError(
-                f"index {int(touched.max())} is beyond the {name} pool of {pool.shape[0]} slots"
-            )
-    slots = indices.to(torch.int64).masked_fill(~live, 0)
+    slots = _live_slots_cpu(indices, cmp_counts, n_window, window_data.shape[0], cmp_data.shape[0])
+    live = slots >= 0
 
     def gather(data: Tensor, scale: Tensor, part: Tensor) -> Tensor:
+        if not data.shape[0]:
+            return q.new_zeros((*part.shape, head_dim), dtype=torch.float32)
+        part = part.clamp_min(0)
         if not row_format.quantized:
             return data[part].to(torch.float32)
         return numerics.decode_rows(data[part], scale[part], row_format)
@@ -438,12 +518,13 @@ def _indexer_scores_cpu(
     _check_indexer_scores(q, weights, idx_data, page_rows, request, counts, page_size)
     tokens, pages = q.shape[0], page_rows.shape[1]
     scores = q.new_full((tokens, pages * page_size), -torch.inf, dtype=torch.float32)
+    first = _live_pages_cpu(page_rows, request, counts, page_size, idx_data.shape[0])
     for token in range(tokens):
         count = min(int(counts[token]), pages * page_size)
         if count <= 0:
             continue
-        first = page_rows[int(request[token]), : -(-count // page_size)].to(torch.int64)
-        rows = (first.unsqueeze(1) + torch.arange(page_size, device=q.device)).flatten()[:count]
+        rows = first[token, :, None] + torch.arange(page_size, device=q.device)
+        rows = rows.flatten()[:count]
         dots = torch.relu(q[token].to(torch.float32) @ idx_data[rows].to(torch.float32).T)
         scores[token, :count] = weights[token] @ dots
     return scores
@@ -588,13 +669,15 @@ def store(rows: Tensor, slots: Tensor, pool: Pool) -> None:
 
     Args:
         rows: `[T, D]`, bf16, fp16 or fp32.
-        slots: `[T]` int32 or int64. A negative slot skips its row. Of several rows with the same
-            slot one wins, codes and scales each from one of them; pass distinct slots.
+        slots: `[T]` int32 or int64, distinct. A negative slot skips its row.
         pool: where to write.
 
+    On the CPU and in eager mode, outside of captures, slots are checked. Compiled CUDA code skips
+    a row whose slot lies beyond the pool, and may mix rows that have the same slot.
+
     Raises:
-        IndexError: a slot lies beyond the pool (CPU and eager mode; compiled CUDA code skips the
-            row instead).
+        IndexError: a slot lies beyond the pool.
+        ValueError: two rows have the same slot.
     """
     torch.ops.fp8kv.store(rows, slots, pool.data, pool.scale, pool.format.name)
 

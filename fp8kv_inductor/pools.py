@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kv_inductor.budget import PoolPlan
+from fp8kv_inductor.config import check_device
 from fp8kv_inductor.formats import RowFormat, get_format
 from fp8kv_inductor.registration import register
 
@@ -30,6 +31,7 @@ class Pool(nn.Module):
         """Wrap existing tensors, strided views included; nothing is copied.
 
         Raises:
+            ConfigError: rows of that format cannot be had on that device.
             ValueError: the tensors are not rows of that format.
         """
         super().__init__()
@@ -42,6 +44,7 @@ class Pool(nn.Module):
                 f"{tuple(scale.shape)}; format {format.name!r} needs {format.code_dtype} data "
                 f"and {format.scale_dtype} scales {expected}"
             )
+        check_device(format, data.device, f"format {format.name!r}")
         register()
         self.register_buffer("data", data, persistent=False)
         self.register_buffer("scale", scale, persistent=False)

@@ -12,7 +12,13 @@ import torch
 import triton
 from torch._inductor import config, ir
 from torch._inductor.ir import TensorBox
-from torch._inductor.lowering import empty_strided, lowerings, register_lowering, view
+from torch._inductor.lowering import (
+    empty_strided,
+    fallback_handler,
+    lowerings,
+    register_lowering,
+    view,
+)
 from torch._inductor.select_algorithm import SymbolicGridFn
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
@@ -209,6 +215,8 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
     columns = hint(read.indices.get_size()[1])
     splits = kernels.choose_splits(hint(tokens), head_blocks, columns, target.sm_count)
     splits = min(splits, MAX_SPLITS)
+    if splits > 1:
+        _guard_few(tokens, head_blocks, target.sm_count)
     # The pairs of an odd row begin at odd features, which a tile does not hold as neighbours.
     inside = read.angles if splits == 1 and head_dim % 2 == 0 else None
 
@@ -237,6 +245,16 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
         return out, view(lse, [tokens, heads])
     out, total_lse = _combine(read, part, lse, splits)
     return _rotated(read, out), total_lse
+
+
+def _guard_few(tokens: sympy.Expr, head_blocks: int, sm_count: int) -> None:
+    """Keep a graph with parts to the numbers of tokens that are divided into parts.
+
+    Each token has ``splits`` parts in memory. A graph for any number of tokens that was compiled
+    for few would fill gigabytes with those of a long prompt; this guard compiles another one.
+    """
+    few = sympy.Le(tokens, sm_count // (2 * head_blocks))
+    V.graph.sizevars.evaluate_expr(few, fallback_value=True)
 
 
 def _choices(
@@ -355,21 +373,29 @@ def _reductions(read: _Read) -> tuple[TensorBox, TensorBox]:
     """Gather and dequantize inside the loops of two reductions per pool.
 
     Columns of the window and of the compressed pool are separate parts, so that no loop has to
-    choose a pool. A dead column reads row 0 and drops what it read.
+    choose a pool. ``live_slots`` checks the indices: an error that a loop of several threads
+    raised would end the process. A dead column reads row 0 and drops what it read.
     """
     tokens, heads, head_dim = read.q.get_size()
     columns = read.indices.get_size()[1]
     dtype = read.q.get_dtype()
+    window_slots, cmp_slots = (pool[0].get_size()[0] for pool in (read.window, read.cmp))
+    slots = fallback_handler(torch.ops.fp8kv.live_slots.default, add_to_fallback_set=False)(
+        read.indices, read.cmp_counts, read.n_window, window_slots, cmp_slots
+    )
     read.q.realize()
     q_load, sink_load = read.q.make_loader(), read.sink.make_loader()
     parts = [
-        _Part(read, pool, first, width)
+        _Part(read.fmt, pool, slots, first, width)
         for pool, first, width in (
             (read.window, 0, read.n_window),
             (read.cmp, read.n_window, columns - read.n_window),
         )
-        if width != 0
+        if width != 0 and pool[0].get_size()[0] != 0
     ]
+    if not parts:
+        empty = read.pointwise(lambda _: ops.constant(0.0, dtype), dtype, [tokens, heads, head_dim])
+        return empty, read.pointwise(lambda _: f32(MINUS_INF), F32, [tokens, heads])
 
     reduction = functools.partial(reduction_loader, read.q.get_device_or_error())
 
@@ -398,14 +424,11 @@ def _reductions(read: _Read) -> tuple[TensorBox, TensorBox]:
         combine: Callable[[OpsValue, OpsValue], OpsValue],
         inner: Callable[[_Part, Loader], Callable[[Index, Index], OpsValue]],
         ranges: Index,
-        empty: float,
     ) -> Loader:
         loaders = [
             reduction(kind, inner(part, score), ranges, part.width)
             for part, score in zip(parts, scores, strict=True)
         ]
-        if not loaders:
-            return lambda index: f32(empty)
         return lambda index: functools.reduce(combine, [load(index) for load in loaders])
 
     rows = [tokens, heads]
@@ -414,15 +437,12 @@ def _reductions(read: _Read) -> tuple[TensorBox, TensorBox]:
         ops.maximum,
         lambda part, score: lambda index, column: score([*index, *column]),
         rows,
-        MINUS_INF,
     )
 
     def weight(score: Loader, row: Index, column: Index) -> OpsValue:
         return ops.exp(ops.sub(score([*row, *column]), _shift(m(row))))
 
-    total = over_parts(
-        "sum", ops.add, lambda part, score: functools.partial(weight, score), rows, 0.0
-    )
+    total = over_parts("sum", ops.add, lambda _, score: functools.partial(weight, score), rows)
     acc = over_parts(
         "sum",
         ops.add,
@@ -432,7 +452,6 @@ def _reductions(read: _Read) -> tuple[TensorBox, TensorBox]:
             )
         ),
         [*rows, head_dim],
-        0.0,
     )
 
     def out(index: Index) -> OpsValue:
@@ -450,32 +469,31 @@ class _Part:
     """The columns of one pool."""
 
     def __init__(
-        self, read: _Read, pool: tuple[TensorBox, TensorBox], first: Any, width: Any
+        self,
+        fmt: RowFormat,
+        pool: tuple[TensorBox, TensorBox],
+        slots: TensorBox,
+        first: Any,
+        width: Any,
     ) -> None:
-        self.fmt = read.fmt
+        self.fmt = fmt
         self.first, self.width = first, sympy.sympify(width)
-        self.is_window = first == 0 and read.n_window != 0
         self.n_slots = pool[0].get_size()[0]
         self.data, self.scale = pool[0].make_loader(), pool[1].make_loader()
-        self.indices = read.indices.make_loader()
-        self.counts = None if read.cmp_counts is None else read.cmp_counts.make_loader()
+        self.slots = slots.make_loader()
 
     def _slot(self, token: sympy.Expr, column: sympy.Expr) -> OpsValue:
-        return ops.to_dtype(self.indices([token, column + self.first]), torch.int64)
+        return self.slots([token, column + self.first])
 
     def live(self, token: sympy.Expr, column: sympy.Expr) -> OpsValue:
-        """Whether the column exists: its index is >= 0 and it lies below the count."""
-        live = ops.ge(self._slot(token, column), ops.constant(0, torch.int64))
-        if self.counts is None or self.is_window:
-            return live
-        count = ops.to_dtype(self.counts([token]), torch.int64)
-        return ops.and_(live, ops.lt(ops.index_expr(column, torch.int64), count))
+        """Whether the column exists."""
+        return ops.ge(self._slot(token, column), ops.constant(0, torch.int64))
 
     def value(self, token: sympy.Expr, column: sympy.Expr, feature: sympy.Expr) -> OpsValue:
         """The dequantized element as fp32, 0 in a dead column."""
         live = self.live(token, column)
         slot = ops.where(live, self._slot(token, column), ops.constant(0, torch.int64))
-        row = ops.indirect_indexing(slot, self.n_slots, check=True, wrap_neg=False)
+        row = ops.indirect_indexing(slot, self.n_slots, check=False, wrap_neg=False)
         element = self.data([row, feature])
         if self.fmt.quantized:
             scale = self.scale([row, FloorDiv(feature, self.fmt.block)])

@@ -4,7 +4,10 @@
                  fuses a row norm with everything behind it into one kernel
 ``spread``       a value per block, repeated for its columns
 ``group_index``  an index with one element per group of columns, for what is loaded or stored once
-``rotate_pairs`` pairs of neighbouring columns, rotated in registers
+``halves``       the even and the odd columns; ``interleave`` puts them together again
+``packed``       an instruction on 32-bit registers, which may hold a pair of columns
+``packed_amax``  ``block_amax`` of such pairs; ``amax_of_groups`` joins its maxima
+``packed_codes`` e4m3 codes of such pairs
 ``round_bf16``   rounding to bf16 that is kept, two elements per instruction
 ``guard``        an index whose stores are masked: other lanes write nothing
 ``mul_rn``,      fp32 arithmetic that no later compiler stage contracts or approximates
@@ -17,11 +20,13 @@ through; the dtype and shape handlers say what comes out; ``TritonOverrides`` pr
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
 import torch
+from torch._inductor import config
 from torch._inductor.codegen.common import DeferredLine
 from torch._inductor.codegen.triton import IndexingOptions, TritonKernel, TritonOverrides
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
@@ -41,8 +46,15 @@ GROUP_OPS: set[str] = set()
 FEW_ROWS = 512
 """Up to here Inductor gives a row of a persistent reduction several warps, beyond it one."""
 
+LOADED_COLUMNS = 8
+"""bf16 columns that a thread loads at once."""
+
 OpsValue = Any
 """A value inside an ``inner_fn``: an OpsWrapper while tracing, a variable while printing."""
+
+
+F32 = torch.float32
+U8 = torch.uint8
 
 
 class RowLayoutError(RuntimeError):
@@ -63,14 +75,28 @@ def block_amax(value: OpsValue, column: sympy.Expr, group: int) -> OpsValue:
     return getattr(ops, PREFIX + "block_amax")(value, ops.index_expr(column, torch.int32), group)
 
 
-def spread(value: OpsValue, column: sympy.Expr, group: int) -> OpsValue:
-    """An fp32 value per group of columns, repeated for each column.
+def amax_of_groups(value: OpsValue, column: sympy.Expr, group: int, larger: int) -> OpsValue:
+    """Maximum over larger groups, repeated for each of the groups in it.
+
+    Args:
+        value: fp32, one element per ``group`` columns.
+        column: as for :func:`block_amax`.
+        group, larger: columns per group, ``larger`` a multiple of ``group``.
+    """
+    return getattr(ops, PREFIX + "amax_of_groups")(
+        value, ops.index_expr(column, torch.int32), group, larger
+    )
+
+
+def spread(value: OpsValue, column: sympy.Expr, group: int, to: int = 1) -> OpsValue:
+    """A value per group of columns, repeated for each column.
 
     Args:
         value: computed from :func:`block_amax`.
         column, group: as there.
+        to: columns per element of the result.
     """
-    return getattr(ops, PREFIX + "spread")(value, ops.index_expr(column, torch.int32), group)
+    return getattr(ops, PREFIX + "spread")(value, ops.index_expr(column, torch.int32), group, to)
 
 
 def group_index(position: sympy.Expr, group: int) -> OpsValue:
@@ -83,20 +109,49 @@ def group_index(position: sympy.Expr, group: int) -> OpsValue:
     return getattr(ops, PREFIX + "group_index")(ops.index_expr(position, torch.int32), group)
 
 
-def rotate_pairs(
-    value: OpsValue, column: sympy.Expr, cos: OpsValue, sin: OpsValue, inverse: bool
-) -> OpsValue:
-    """Each aligned pair of columns, rotated by its angle; every operation rounds to fp32.
+def halves(value: OpsValue, column: sympy.Expr) -> tuple[OpsValue, OpsValue]:
+    """The even and the odd columns, one element per pair each.
 
     Args:
         value: fp32, one element of a row.
         column: index expression of the element within its row.
-        cos, sin: one element per pair, loaded through :func:`group_index`.
-        inverse: rotate by the negative angle.
     """
-    return getattr(ops, PREFIX + "rotate_pairs")(
-        value, ops.index_expr(column, torch.int32), cos, sin, inverse
+    split, column = getattr(ops, PREFIX + "half"), ops.index_expr(column, torch.int32)
+    return split(value, column, 0), split(value, column, 1)
+
+
+def interleave(even: OpsValue, column: sympy.Expr, odd: OpsValue) -> OpsValue:
+    """The inverse of :func:`halves`."""
+    return getattr(ops, PREFIX + "interleave")(even, ops.index_expr(column, torch.int32), odd)
+
+
+def packed(instruction: str, *operands: OpsValue) -> OpsValue:
+    """A PTX instruction on 32-bit registers; int32.
+
+    Args:
+        instruction: `$0` is the result, then come the operands. Equal ones may become one.
+        operands: int32 or fp32. An int32 element per pair holds two 16-bit floats, the even
+            column's in the lower half.
+    """
+    return getattr(ops, PREFIX + "packed")(instruction, *operands)
+
+
+def packed_amax(pairs: OpsValue, column: sympy.Expr, group: int, kind: str) -> OpsValue:
+    """Largest magnitude of each aligned group of columns, as fp32; NaN does not count.
+
+    Args:
+        pairs: int32, two columns an element.
+        column, group: as for :func:`block_amax`.
+        kind: `bf16` or `f16`.
+    """
+    return getattr(ops, PREFIX + "packed_amax")(
+        pairs, ops.index_expr(column, torch.int32), group, kind
     )
+
+
+def packed_codes(pairs: OpsValue, column: sympy.Expr) -> OpsValue:
+    """e4m3 codes (uint8) of pairs of fp16 columns, saturating, one element of a row."""
+    return getattr(ops, PREFIX + "packed_codes")(pairs, ops.index_expr(column, torch.int32))
 
 
 def round_bf16(value: OpsValue) -> OpsValue:
@@ -127,14 +182,21 @@ def div_rn(left: OpsValue, right: OpsValue) -> OpsValue:
 def register_primitives() -> None:
     """Teach Inductor's handlers these ``ops`` methods. Idempotent."""
     _register("block_amax", _print_block_amax, _first_dtype, _amax_shape, in_groups=True)
-    _register("spread", _print_spread, _first_dtype, _dense_shape, in_groups=True)
+    _register("amax_of_groups", _print_amax_of_groups, _first_dtype, _first_shape, in_groups=True)
+    _register("spread", _print_spread, _first_dtype, _spread_shape, in_groups=True)
     _register("group_index", _print_group_index, _first_dtype, _index_shape, in_groups=True)
-    _register("rotate_pairs", _print_rotate_pairs, _first_dtype, _dense_shape, in_groups=True)
+    _register("half", _print_half, _first_dtype, _pair_shape, in_groups=True)
+    _register("interleave", _print_interleave, _first_dtype, _dense_shape, in_groups=True)
+    _register("packed", _print_packed, lambda *_: torch.int32, _packed_shape)
+    _register("packed_amax", _print_packed_amax, lambda *_: F32, _amax_shape, in_groups=True)
+    _register("packed_codes", _print_packed_codes, lambda *_: U8, _dense_shape, in_groups=True)
     _register("round_bf16", _print_round_bf16, _first_dtype, _first_shape)
     _register("guard", _print_guard, lambda *_: torch.int64, _first_shape)
     _register("mul_rn", _print_mul_rn, _first_dtype, _broadcast_shape)
     _register("div_rn", _print_div_rn, _first_dtype, _broadcast_shape)
-    _keep_guards()
+    _adapt_indexing()
+    _load_early()
+    _widen_in_registers()
 
 
 def _register(
@@ -177,8 +239,20 @@ def _group_shape(group: int) -> tuple[str, ...]:
     return (*outer, f"{inner} // {group}" if group > 1 else inner)
 
 
-def _amax_shape(value: Any, column: Any, group: int) -> Any:
+def _amax_shape(value: Any, column: Any, group: int, *_: Any) -> Any:
     return _group_shape(group)
+
+
+def _spread_shape(value: Any, column: Any, group: int, to: int) -> Any:
+    return _group_shape(to)
+
+
+def _pair_shape(*_: Any) -> Any:
+    return _group_shape(2)
+
+
+def _packed_shape(instruction: str, *operands: Any) -> Any:
+    return functools.reduce(get_broadcasted_shape, (operand.shape for operand in operands))
 
 
 def _index_shape(position: Any, group: int) -> Any:
@@ -218,8 +292,8 @@ def _guards(kernel: Any) -> dict[str, list[str]]:
 
 
 @functools.cache
-def _keep_guards() -> None:
-    """Masks of guarded variables reach every store that they index.
+def _adapt_indexing() -> None:
+    """Masks of guarded variables reach every store that they index; rows have one layout.
 
     A variable's own masks would not: Inductor drops them where it broadcasts an index that does not
     name every tile axis, as with a single token or a single scale per row.
@@ -228,14 +302,64 @@ def _keep_guards() -> None:
     original = kernel_class.indexing
 
     def indexing(self: Any, index: sympy.Expr, **kwargs: Any) -> Any:
+        if kwargs.get("block_ptr") and _holds_rows(self) and _along_columns(index):
+            # Triton chooses a layout per shape of a tile. Factors of a norm, which all rows share,
+            # would get another one than the rows.
+            kwargs["dense_indexing"] = True
         options = original(self, index, **kwargs)
         if isinstance(options, IndexingOptions):
             guards = _guards(self)
             names = {symbol.name for symbol in index.free_symbols} & guards.keys()
             options.mask_vars.update(mask for name in sorted(names) for mask in guards[name])
+            if names and _holds_rows(self):
+                options.index_str = _in_layout_of_rows(options.index_str)
         return options
 
     kernel_class.indexing = indexing
+
+
+@functools.cache
+def _widen_in_registers() -> None:
+    """A kernel over rows makes bf16 fp32 by an instruction an element, where Triton takes two."""
+    kernel_class: Any = TritonKernel
+    original = kernel_class.load
+
+    def load(self: Any, name: str, index: sympy.Expr) -> Any:
+        if not _holds_rows(self) or V.graph.get_dtype(name) != torch.bfloat16:
+            return original(self, name, index)
+        with config.patch({"triton.codegen_upcast_to_fp32": False}):
+            loaded = original(self, name, index)
+        code = (
+            "tl.inline_asm_elementwise('shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;', "
+            f"'=&r,=r,r', [{loaded}], dtype=tl.float32, is_pure=True, pack=2)"
+        )
+        wide = self.cse.generate(self.compute, code, dtype=F32, shape=loaded.shape)
+        wide.mask_vars = loaded.mask_vars
+        return wide
+
+    kernel_class.load = load
+
+
+def _holds_rows(kernel: Any) -> bool:
+    """Whether a tile of the kernel is a few whole rows, with groups of columns."""
+    return kernel.persistent_reduction and any(map(kernel.features.contains_op, GROUP_OPS))
+
+
+def _along_columns(index: sympy.Expr) -> bool:
+    symbols = _in_roots(index).free_symbols
+    return symbols == {_innermost().symbol()}
+
+
+def _in_layout_of_rows(index: str) -> str:
+    """The index of a store, whose layout shall be that of bf16 rows.
+
+    A thread would store 16 bytes, which are more codes than it can load bf16 columns at once.
+    """
+    tree, rank = _innermost(), len(V.kernel.dense_size_list())
+    contiguous = [*(1 for _ in range(rank - 1)), LOADED_COLUMNS]
+    for name in (node.name for node in tree.nodes.values() if node.expr == tree.symbol()):
+        index = re.sub(rf"\b{name}\b", f"tl.max_contiguous({name}, {contiguous})", index)
+    return index
 
 
 def _store_groups(
@@ -277,7 +401,7 @@ class _Groups:
 
     def __init__(self, group: int) -> None:
         _check_innermost(column_expression(), group)
-        self.shape = V.kernel.dense_size_list()
+        self.group, self.shape = group, V.kernel.dense_size_list()
         inner = self.shape[-1]
         if len(self.shape) > 1:
             # What Inductor calls TMA restrictions is a lower bound on the sizes it may choose.
@@ -292,9 +416,13 @@ class _Groups:
                 f"tl.static_assert({inner} % {group} == 0, 'a tile must hold whole blocks')"
             )
 
-    def split(self, value: Any) -> str:
-        """``value`` with its columns as `[groups, group]`."""
-        return f"tl.reshape(tl.broadcast_to({value}, [{self.full}]), [{self.grouped}])"
+    def split(self, value: Any, elements: int = 1) -> str:
+        """``value``, one element per ``elements`` columns, with them as `[groups, elements]`."""
+        full, grouped = self.full, self.grouped
+        if elements > 1:
+            full = ", ".join(_group_shape(elements))
+            grouped = ", ".join([*_group_shape(self.group), str(self.group // elements)])
+        return f"tl.reshape(tl.broadcast_to({value}, [{full}]), [{grouped}])"
 
 
 def _print_block_amax(value: Any, column: Any, group: int) -> str:
@@ -303,9 +431,16 @@ def _print_block_amax(value: Any, column: Any, group: int) -> str:
     return f"tl.maximum(tl.max({groups.split(value)}, {len(groups.shape)}), 0.0)"
 
 
-def _print_spread(value: Any, column: Any, group: int) -> str:
-    shape = _Groups(group).shape
-    return _spread(value, [*_group_shape(group), str(group)], shape)
+def _print_amax_of_groups(value: Any, column: Any, group: int, larger: int) -> str:
+    groups = _Groups(larger)
+    largest = f"tl.max({groups.split(value, group)}, {len(groups.shape)})"
+    grouped = [*_group_shape(larger), str(larger // group)]
+    return _spread(largest, grouped, list(_group_shape(group)))
+
+
+def _print_spread(value: Any, column: Any, group: int, to: int) -> str:
+    _Groups(group)
+    return _spread(value, [*_group_shape(group), str(group // to)], list(_group_shape(to)))
 
 
 def _spread(value: Any, grouped: list[str], dense: list[str]) -> str:
@@ -375,7 +510,7 @@ class _GroupAxis:
 
 
 def _early_buffer() -> Any:
-    """Where loads by group belong: not behind the reduction of the row, as Inductor has it.
+    """Where early loads belong: not behind the reduction of the row, as Inductor has it.
 
     Few rows take as long as the loads that wait for one another, and the assembler lets these wait
     for those of the row unless a barrier keeps them in front. With many rows, the row's loads
@@ -392,42 +527,106 @@ def _early_variables() -> dict[str, Any]:
     kernel, name = V.kernel, PREFIX + "early"
     if name not in kernel.__dict__:
         setattr(kernel, name, {})
-        kernel.get_load_buffer = functools.partial(_load_buffer, kernel.get_load_buffer)
         if _early_buffer() is kernel.body:
             kernel.indexing_code.writeline("tl.debug_barrier()")
     return getattr(kernel, name)
 
 
-def _load_buffer(default: Callable[[Any], Any], indexing: Any) -> Any:
-    """A kernel's ``get_load_buffer``, which finds the buffer of loads by group."""
+@functools.cache
+def _load_early() -> None:
+    """Loads by group, and of what all rows share, go into the buffer of early loads."""
+    kernel_class: Any = TritonKernel
+    original = kernel_class.get_load_buffer
+
+    def get_load_buffer(self: Any, indexing: Any) -> Any:
+        if _holds_rows(self) and _along_columns(indexing.index):
+            _early_variables()
+            return _early_buffer()
+        return _group_load_buffer(self, indexing) or original(self, indexing)
+
+    kernel_class.get_load_buffer = get_load_buffer
+
+
+def _group_load_buffer(kernel: Any, indexing: Any) -> Any:
+    """The buffer of a load by group; None for others."""
+    if PREFIX + "early" not in kernel.__dict__:
+        return None
     symbols = indexing.index.free_symbols
     if not symbols:
         # The group index of a single row.
         return _early_buffer()
-    names = map(str, (*symbols, *indexing.mask_vars))
-    buffers = [_early_variables().get(name) for name in names if name.startswith("tmp")]
-    if buffers and buffers[0] and all(buffer is buffers[0] for buffer in buffers):
-        return buffers[0]
-    return default(indexing)
+    names = [str(symbol) for symbol in (*symbols, *indexing.mask_vars)]
+    names = [name for name in names if name.startswith("tmp")]
+    buffers = [_early_variables().get(name) for name in names]
+    if not buffers or any(buffer is not buffers[0] for buffer in buffers):
+        return None
+    by_row = all(kernel.cse.varname_map[name].shape[-1] == "1" for name in names)
+    return _late_buffer() if by_row and _early_buffer() is not kernel.body else buffers[0]
+
+
+def _late_buffer() -> Any:
+    """Where loads by row belong, with many rows: the slot is needed last, and until then two
+    registers per row would be taken away from other programs. A barrier keeps the assembler from
+    loading it first all the same.
+    """
+    kernel, name = V.kernel, PREFIX + "late"
+    if not kernel.persistent_reduction:
+        return kernel.loads
+    if name not in kernel.__dict__:
+        setattr(kernel, name, True)
+        kernel.compute.writeline("tl.debug_barrier()")
+    return kernel.compute
 
 
 def _print_group_index(position: Any, group: int) -> Any:
     return _GroupAxis(group).index(_index_argument(1))
 
 
-def _print_rotate_pairs(value: Any, column: Any, cos: Any, sin: Any, inverse: bool) -> str:
-    groups = _Groups(2)
+def _print_half(value: Any, column: Any, odd: int) -> str:
+    code = f"tl.split({_Groups(2).split(value)})"
+    shape = _group_shape(2)
+    pair = V.kernel.cse.generate(V.kernel.compute, code, dtype=value.dtype, shape=shape)
+    return f"{pair}[{odd}]"
 
-    def variable(code: str) -> Any:
-        shape = _group_shape(2)
-        return V.kernel.cse.generate(V.kernel.compute, code, dtype=torch.float32, shape=shape)
 
-    pair = variable(f"tl.split({groups.split(value)})")
-    even, odd = f"{pair}[0]", f"{pair}[1]"
-    minus, plus = ("+", "-") if inverse else ("-", "+")
-    first = variable(f"{_print_mul_rn(even, cos)} {minus} {_print_mul_rn(odd, sin)}")
-    second = variable(f"{_print_mul_rn(odd, cos)} {plus} {_print_mul_rn(even, sin)}")
-    return f"tl.reshape(tl.join({first}, {second}), [{groups.full}])"
+def _print_interleave(even: Any, column: Any, odd: Any) -> str:
+    return f"tl.reshape(tl.join({even}, {odd}), [{_Groups(2).full}])"
+
+
+def _print_packed(instruction: str, *operands: Any) -> str:
+    constraints = ",".join(["=r", *("r" for _ in operands)])
+    return (
+        f"tl.inline_asm_elementwise('{instruction}', '{constraints}', "
+        f"[{', '.join(map(str, operands))}], dtype=tl.int32, is_pure=True, pack=1)"
+    )
+
+
+def _floats(pairs: Any, kind: str) -> tuple[str, str]:
+    """The 16-bit floats of the even and of the odd columns."""
+    cast = f".to(tl.int16).to(tl.{kind}, bitcast=True)"
+    return f"{pairs}{cast}", f"({pairs} >> 16){cast}"
+
+
+def _print_packed_amax(pairs: Any, column: Any, group: int, kind: str) -> str:
+    groups = _Groups(group)
+    body = _print_packed(f"max.xorsign.abs.{kind}x2 $0, $1, $2;", "left", "right")
+    float_type = {"bf16": "bfloat16", "f16": "float16"}[kind]
+    larger = V.kernel.helper_functions.add(
+        f"@triton.jit\ndef {{name}}(left, right):\n    return {body}\n", base_name=f"_larger_{kind}"
+    )
+    code = f"tl.reduce({groups.split(pairs, 2)}, {len(groups.shape)}, {larger})"
+    largest = V.kernel.cse.generate(
+        V.kernel.compute, code, dtype=torch.int32, shape=_group_shape(group)
+    )
+    even, odd = (f"tl.abs({half}.to(tl.float32))" for half in _floats(largest, float_type))
+    # Signs are mixed, and a maximum passes NaN over, unless there is nothing else.
+    return f"tl.maximum(tl.maximum({even}, {odd}), 0.0)"
+
+
+def _print_packed_codes(pairs: Any, column: Any) -> str:
+    even, odd = _floats(pairs, "float16")
+    dense = _print_interleave(even, column, odd)
+    return f"{dense}.to(tl.float8e4nv).to(tl.uint8, bitcast=True)"
 
 
 def _index_argument(position: int) -> sympy.Expr:

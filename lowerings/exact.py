@@ -193,12 +193,16 @@ def act_quant(value: OpsValue, scale: OpsValue, inverse: OpsValue, target: Targe
     return ops.mul(on_e4m3_grid(scaled), scale)
 
 
+def block_exponent(amax: OpsValue, low: OpsValue, high: OpsValue) -> OpsValue:
+    """ceil(log2(amax / 448)) within the int32 values ``low`` and ``high``."""
+    return ops.minimum(ops.maximum(ceil_log2_ratio(amax, E4M3_MAX), low), high)
+
+
 def pow2_scale(amax: OpsValue, minimum: float, exponents: tuple[int, int]) -> BlockScale:
     """Block scale 2^e, e = ceil(log2(max(amax, minimum) / 448)) within ``exponents``."""
     if minimum > 0:
         amax = ops.maximum(amax, f32(minimum))
-    exponent = ceil_log2_ratio(amax, E4M3_MAX)
-    exponent = ops.minimum(ops.maximum(exponent, i32(exponents[0])), i32(exponents[1]))
+    exponent = block_exponent(amax, *map(i32, exponents))
     return exp2_int(exponent), exp2_int(ops.neg(exponent))
 
 

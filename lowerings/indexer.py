@@ -10,7 +10,7 @@ import torch
 import triton
 from torch._inductor import ir
 from torch._inductor.ir import TensorBox
-from torch._inductor.lowering import register_lowering
+from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.select_algorithm import SymbolicGridFn
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
@@ -84,26 +84,31 @@ def _reductions(
     counts: TensorBox,
     page_size: int,
 ) -> TensorBox:
-    """sum over heads of weight * relu(sum over features of q * key); dead keys are not read."""
+    """sum over heads of weight * relu(sum over features of q * key); dead keys are not read.
+
+    ``live_pages`` checks the rows: an error that a loop of several threads raised would end the
+    process.
+    """
     device = q.get_device_or_error()
     tokens, heads, width = q.get_size()
     q.realize()
-    requests, pages = page_rows.get_size()
-    keys = pages * page_size
-    q_load, weight_load, key_load, page_load, request_load, count_load = (
-        box.make_loader() for box in (q, weights, idx_data, page_rows, request, counts)
-    )
     n_keys = idx_data.get_size()[0]
+    pages = fallback_handler(torch.ops.fp8kv.live_pages.default, add_to_fallback_set=False)(
+        page_rows, request, counts, page_size, n_keys
+    )
+    keys = page_rows.get_size()[1] * page_size
+    q_load, weight_load, key_load, page_load, count_load = (
+        box.make_loader() for box in (q, weights, idx_data, pages, counts)
+    )
 
     def live(token: sympy.Expr, key: sympy.Expr) -> OpsValue:
         count = ops.to_dtype(count_load([token]), torch.int64)
         return ops.lt(ops.index_expr(key, torch.int64), count)
 
     def key_element(token: sympy.Expr, key: sympy.Expr, feature: sympy.Expr) -> OpsValue:
-        row = ops.indirect_indexing(request_load([token]), requests, wrap_neg=False)
-        first = ops.to_dtype(page_load([row, FloorDiv(key, page_size)]), torch.int64)
+        first = page_load([token, FloorDiv(key, page_size)])
         offset = ops.index_expr(ModularIndexing(key, 1, page_size), torch.int64)
-        slot = ops.indirect_indexing(ops.add(first, offset), n_keys, wrap_neg=False)
+        slot = ops.indirect_indexing(ops.add(first, offset), n_keys, check=False, wrap_neg=False)
         return ops.to_dtype(key_load([slot, feature]), F32)
 
     def dot(index: Index, feature: Index) -> OpsValue:

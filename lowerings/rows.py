@@ -9,7 +9,7 @@ encoded rows go into the pool by ``write_rows``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
@@ -18,6 +18,7 @@ from torch._inductor import ir
 from torch._inductor.ir import TensorBox
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V, ops
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from fp8kv_inductor.formats import (
@@ -26,7 +27,7 @@ from fp8kv_inductor.formats import (
     RowFormat,
     get_format,
 )
-from fp8kv_inductor.lowerings import block, exact
+from fp8kv_inductor.lowerings import block, exact, pairs
 from fp8kv_inductor.lowerings.exact import F32, I32, OpsValue, Target
 from fp8kv_inductor.lowerings.loops import Index, Loader, reduction_loader
 from fp8kv_inductor.lowerings.schedule import RowBuffer, keep_rows_whole, row_box
@@ -56,14 +57,17 @@ LARGEST_GROUP = 128
 ROUNDED = "fp8kv_rounded"
 """Attribute of an ``inner_fn`` whose values are on the grid of its dtype already."""
 
+PAIRS = "fp8kv_pairs"
+"""Attribute of an ``inner_fn`` of bf16 rows that loads pairs of columns by the same index."""
+
+ENCODER = "fp8kv_encoder"
+"""Attribute of an ``inner_fn`` of ``act_quant``: from a row format to an ``Element`` or None."""
+
 
 def _is_rounded(x: TensorBox) -> bool:
     """Whether loading ``x`` gives rounded values even if Inductor fuses its producer."""
     node = getattr(x.data, "data", None)
-    if isinstance(node, ir.InputBuffer):
-        return True
-    loops = getattr(node, "data", node)
-    return getattr(getattr(loops, "inner_fn", None), ROUNDED, False)
+    return isinstance(node, ir.InputBuffer) or bool(_attribute(x, ROUNDED))
 
 
 def _row_loader(x: TensorBox, in_tile: bool) -> Loader:
@@ -90,8 +94,7 @@ def _rows_like(x: TensorBox, inner_fn: Loader, in_tile: bool) -> TensorBox:
     if not in_tile:
         return TensorBox.create(pointwise)
     rows = row_box(pointwise)
-    node = V.graph.current_node
-    if not all(_reads_rows(user, node) for user in node.users):
+    if not _only_rows_are_read():
         rows.realize()
     return rows
 
@@ -113,6 +116,55 @@ def _in_tile(x: TensorBox, group: int) -> bool:
 
 WHOLE_TILE_OPS = {"masked", "index_expr", "indirect_indexing", "check_bounds"}
 """What Inductor prints in the shape of the whole tile, even in front of an index by group."""
+
+
+def _attribute(x: TensorBox, name: str) -> Any:
+    """An attribute of the ``inner_fn`` that computes `x`, realized or not; None without."""
+    node = getattr(x.data, "data", None)
+    return getattr(getattr(getattr(node, "data", node), "inner_fn", None), name, None)
+
+
+def _only_rows_are_read() -> bool:
+    """Whether what is being lowered are rows that nothing but row operators reads."""
+    node = V.graph.current_node
+    return all(_reads_rows(user, node) for user in node.users)
+
+
+def _pairs_loader(x: TensorBox) -> Loader:
+    """Loads the columns of bf16 rows in pairs (``pairs``)."""
+    load = x.make_loader()
+    return _attribute(x, PAIRS) or (
+        lambda index: pairs.pack_bf16(*block.halves(ops.to_dtype(load(index), F32), index[-1]))
+    )
+
+
+def _encoder(
+    load_pairs: Loader, features: int, group: int
+) -> Callable[[RowFormat], Element | None]:
+    """How to encode the rows that ``act_quant`` makes, for formats with an exact scale."""
+
+    def encoder(fmt: RowFormat) -> Element | None:
+        if fmt.rule != "pow2" or group % fmt.block:
+            return None
+        return lambda index: pairs.encode(load_pairs(index), index[-1], features, group, fmt)
+
+    return encoder
+
+
+def _encoded(rows: TensorBox, fmt: RowFormat) -> Element | None:
+    """The code of a row's elements without the rows themselves, if they come from ``act_quant``."""
+    encoder = _attribute(rows, ENCODER)
+    element = encoder and encoder(fmt)
+    if not element:
+        return None
+    codes = ir.Pointwise(
+        device=rows.get_device_or_error(),
+        dtype=fmt.code_dtype,
+        inner_fn=lambda index: element(index)[0],
+        ranges=rows.get_size(),
+    )
+    # Rows that were realized before a store into what they were computed from must be loaded.
+    return None if codes.get_read_names() & V.graph.mutated_buffers else element
 
 
 def _is_realized(x: TensorBox) -> bool:
@@ -145,10 +197,15 @@ def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -
     angle_loader = _group_loader if in_tile else TensorBox.make_loader
     cos_load, sin_load = angle_loader(cos), angle_loader(sin)
 
-    def rotated_pair(index: Index, own: OpsValue) -> OpsValue:
+    def rotated_pair(index: Index, even: OpsValue, odd: OpsValue) -> tuple[OpsValue, OpsValue]:
         positions = zip((index[0], FloorDiv(index[-1] - first, 2)), cos.get_size(), strict=True)
         pair = [_indirect(block.group_index(position, 2), size) for position, size in positions]
-        return block.rotate_pairs(own, index[-1], cos_load(pair), sin_load(pair), inverse)
+        angle_cos, angle_sin = cos_load(pair), sin_load(pair)
+        minus, plus = (ops.add, ops.sub) if inverse else (ops.sub, ops.add)
+        return (
+            minus(product(even, angle_cos), product(odd, angle_sin)),
+            plus(product(odd, angle_cos), product(even, angle_sin)),
+        )
 
     def rotated_element(index: Index, own: OpsValue, in_tail: OpsValue) -> OpsValue:
         *lead, column = index
@@ -166,10 +223,24 @@ def _rope(x: TensorBox, cos: TensorBox, sin: TensorBox, inverse: bool = False) -
     def inner(index: Index) -> OpsValue:
         own = load(index)
         in_tail = ops.ge(ops.index_expr(index[-1], I32), ops.index_expr(first, I32))
-        rotated = rotated_pair(index, own) if in_tile else rotated_element(index, own, in_tail)
+        if in_tile:
+            even, odd = rotated_pair(index, *block.halves(own, index[-1]))
+            rotated = block.interleave(even, index[-1], odd)
+        else:
+            rotated = rotated_element(index, own, in_tail)
         rotated = exact.rounded(rotated, dtype, target)
         return ops.to_dtype(ops.where(in_tail, rotated, own), dtype, src_dtype=F32)
 
+    if in_tile and dtype == torch.bfloat16 and _only_rows_are_read():
+        load_pairs = _pairs_loader(x)
+
+        def rotated_pairs(index: Index) -> OpsValue:
+            own = load_pairs(index)
+            rotated = pairs.pack_bf16(*rotated_pair(index, *pairs.unpack_bf16(own)))
+            position = block.group_index(FloorDiv(index[-1] - first, 2), 2)
+            return ops.where(ops.ge(position, exact.i32(0)), rotated, own)
+
+        setattr(inner, PAIRS, rotated_pairs)
     return _rows_like(x, inner, in_tile)
 
 
@@ -227,6 +298,9 @@ def _act_quant(x: TensorBox, features: int, group: int = 64) -> TensorBox:
         is_quantized = ops.lt(ops.index_expr(column, I32), exact.i32(features))
         return ops.to_dtype(ops.where(is_quantized, quantized, value), dtype, src_dtype=F32)
 
+    in_pairs = in_tile and dtype == torch.bfloat16 and target.single_rounding_cast
+    if in_pairs and _only_rows_are_read():
+        setattr(inner, ENCODER, _encoder(_pairs_loader(x), features, group))
     return _rows_like(x, inner, in_tile)
 
 
@@ -244,7 +318,10 @@ def _store(rows: TensorBox, slots: TensorBox, data: TensorBox, scale: TensorBox,
     element: Element
     if row_format.quantized:
         amax = _block_maxima(rows, load, width, group, in_tile)
-    if row_format.rule == "pow2":
+    encoded = _encoded(rows, row_format)
+    if encoded:
+        element = encoded
+    elif row_format.rule == "pow2":
         exponents = (SCALE_EXPONENT_MIN, SCALE_EXPONENT_MAX)
 
         def element(index: Index) -> tuple[OpsValue, OpsValue]:
@@ -267,9 +344,19 @@ def _store(rows: TensorBox, slots: TensorBox, data: TensorBox, scale: TensorBox,
             return ops.to_dtype(load(index), row_format.code_dtype, src_dtype=F32), None
 
     if target.triton:
-        _scatter_rows(rows, slots, data, scale, row_format, element, in_tile)
+        inlined = OrderedSet(_row_ops_in_front() if encoded else ())
+        with ir.IRNode.current_origins(inlined):
+            _scatter_rows(rows, slots, data, scale, row_format, element, in_tile)
     else:
         _write_rows(rows, slots, data, scale, row_format, element)
+
+
+def _row_ops_in_front() -> Iterator[torch.fx.Node]:
+    """The row operators behind whose rows the one being lowered stands; they name a kernel, too."""
+    node: Any = V.graph.current_node.args[0]
+    while is_row_op(node):
+        yield node
+        node = node.args[0]
 
 
 def _scatter_rows(
@@ -295,20 +382,15 @@ def _scatter_rows(
         """
 
         def output_index(index: Index) -> list[sympy.Expr]:
-            if by_group:
-                token = block.group_index(index[0], group)
-                at = _indirect(token, tokens)
-            else:
-                token, at = ops.index_expr(index[0], torch.int64), index[0]
+            token = block.group_index(index[0], group) if by_group else None
+            at = index[0] if token is None else _indirect(token, tokens)
             slot = ops.to_dtype(slot_load([at]), torch.int64)
             live = ops.and_(
                 ops.ge(slot, ops.constant(0, torch.int64)),
                 ops.lt(slot, ops.index_expr(n_slots, torch.int64)),
             )
-            # Relative to the token: an index that does not name every loop variable is broadcast.
-            relative = ops.sub(slot, ops.to_dtype(token, torch.int64))
-            row = _indirect(block.guard(relative, live, group), n_slots)
-            return [row + index[0], FloorDiv(index[1], group)]
+            row = _indirect(block.guard(slot, live, group), n_slots)
+            return [row, FloorDiv(index[1], group)]
 
         pool.realize()
         RowBuffer.register(

@@ -69,19 +69,7 @@ class GeneratedKernel:
 
     def interpret(self, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
         """Run over CPU tensors; to be called inside ``interpreter.interpreted()``."""
-        # The interpreter knows neither inline assembly nor libdevice; numpy contracts nothing.
-        source = re.sub(
-            r"tl\.inline_asm_elementwise\('mul\.rn\.f32 [^']*', '=f,f,f', "
-            r"\[([\w\[\]]+), (\w+)\][^)]*\)",
-            r"(\1 * \2)",
-            self.source,
-        )
-        source = re.sub(
-            r"tl\.inline_asm_elementwise\('cvt\.rn\.bf16x2\.f32 [^']*', '=r,r,r', \[(\w+)\][^)]*\)",
-            r"\1.to(tl.bfloat16)",
-            source,
-        )
-        module = _load(f"{self.name}_interpreted", source, self.folder)
+        module = _load(f"{self.name}_interpreted", self.source, self.folder)
         module.libdevice = SimpleNamespace(rsqrt=_rsqrt, exp=_exp)
         getattr(module, self.name)[grid](*args, **constants)
 

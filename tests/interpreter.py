@@ -4,7 +4,8 @@
 :func:`interpreted`, launches and device functions of ordinary ``@triton.jit`` functions are handed
 to the interpreter, and everything is put back afterwards.
 
-Faults of the interpreter that are repaired on the way: it truncates float conversions to bf16 and
+Faults of the interpreter that are repaired on the way: it has no inline assembly and applies the
+function of a reduction to one element at a time; it truncates float conversions to bf16 and
 fp8 (or carries a rounded mantissa away); it multiplies bf16 matrices as if their bits were
 integers; its elementwise maximum keeps NaN; and triton 3.6 cannot use a tensor as a loop bound with
 numpy 2.4.
@@ -12,8 +13,10 @@ numpy 2.4.
 
 import contextlib
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,6 +74,77 @@ def _create_maxnumf(self, left, right):
     return self.binary_op(left, right, np.fmax)
 
 
+def _halves(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The pairs of 16-bit floats in 32-bit registers, as fp32."""
+    pairs = np.ascontiguousarray(data).view(np.int16)
+    return torch.from_numpy(pairs.copy()).view(dtype).float().unflatten(-1, (-1, 2))
+
+
+def _registers(halves: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    return halves.to(dtype).flatten(-2).view(torch.int16).numpy().view(np.int32)
+
+
+def _columns(*registers: np.ndarray) -> torch.Tensor:
+    """fp32 values of two registers as halves."""
+    values = [torch.from_numpy(np.ascontiguousarray(data)) for data in registers]
+    return torch.stack([value.view(torch.float32) for value in values], -1)
+
+
+def _xorsign_max(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left.abs().fmax(right.abs()).copysign(left * right.copysign(torch.ones(())))
+
+
+def _on_e4m3_grid(values: torch.Tensor) -> torch.Tensor:
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    return values.clamp(-limit, limit).to(torch.float8_e4m3fn).float()
+
+
+def _in_halves(dtype: torch.dtype, function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    return lambda *data: _registers(function(*(_halves(each, dtype) for each in data)), dtype)
+
+
+_BF16, _FP16 = torch.bfloat16, torch.float16
+_INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "mul.rn.f32": np.multiply,
+    "cvt.rn.bf16x2.f32": lambda *columns: _registers(_columns(*columns), _BF16),
+    "fma.rn.bf16x2": _in_halves(_BF16, lambda left, right: left * right + left),
+    "mul.rn.bf16x2": _in_halves(_BF16, torch.mul),
+    "mul.rn.f16x2": _in_halves(_FP16, torch.mul),
+    "max.xorsign.abs.bf16x2": _in_halves(_BF16, _xorsign_max),
+    "max.xorsign.abs.f16x2": _in_halves(_FP16, _xorsign_max),
+    "cvt.rn.satfinite.e4m3x2.f32 cvt.rn.f16x2.e4m3x2": lambda *columns: _registers(
+        _on_e4m3_grid(_columns(*columns)), _FP16
+    ),
+}
+"""What the instructions of generated kernels do to arrays of their operands."""
+
+
+def _create_inline_asm(self, asm, constraints, values, types, is_pure, pack):
+    """Instructions on arrays; with two elements a time, each is paired with itself."""
+    if asm.startswith("shl.b32"):
+        # Both halves of a register of bf16, as fp32.
+        wide = _to_torch(values[0].data, values[0].dtype).float().numpy()
+        handle = triton_interpreter.TensorHandle(wide, tl.float32)
+        return SimpleNamespace(get_result=lambda _: handle)
+    names = " ".join(re.findall(r"(?:^|[;{] )((?!\.)[\w.]+) ", asm))
+    operands = [value.data for value in values]
+    data = _INSTRUCTIONS[names](*np.broadcast_arrays(*(pack * operands)))
+    if pack == 2:
+        data = data.view(np.uint16)[..., ::2]
+    handle = triton_interpreter.TensorHandle(data, types[0].scalar)
+    return SimpleNamespace(get_result=lambda _: handle)
+
+
+def _generic_reduce(self, inputs):
+    """The same reduction over whole slices of its one tensor."""
+    (tensor,) = inputs
+    first, *rest = np.moveaxis(tensor.handle.data, self.axis, 0)
+    result = self.to_tensor(first, tensor.dtype)
+    for data in rest:
+        result = self.combine_fn.fn(result, self.to_tensor(data, tensor.dtype))
+    return (result,)
+
+
 _patch_lang_tensor_by_triton = triton_interpreter._patch_lang_tensor
 
 
@@ -106,8 +180,10 @@ def interpreted() -> Iterator[None]:
             "_convert_float": _convert_float,
             "_patch_lang_tensor": _patch_lang_tensor,
         },
+        triton_interpreter.ReduceOps: {"generic_reduce": _generic_reduce},
         triton_interpreter.InterpreterBuilder: {
             "create_dot": _create_dot,
+            "create_inline_asm": _create_inline_asm,
             "create_maxnumf": _create_maxnumf,
         },
     }

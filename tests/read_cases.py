@@ -84,7 +84,8 @@ def low_precision_read(case):
     scores = torch.einsum("thd,tkd->thk", case["q"].float(), rows) * case["softmax_scale"]
     scores = scores.masked_fill(~live.unsqueeze(1), -torch.inf)
     lse = torch.logsumexp(scores, -1)
-    m = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    lowest = torch.full_like(lse, torch.finfo(torch.float32).min).unsqueeze(-1)
+    m = torch.cat([scores, lowest], -1).amax(-1, keepdim=True)
     p = torch.exp(scores - m)
     total = p.sum(-1) + torch.exp(case["sink"] - m.squeeze(-1))
     out = torch.einsum("thk,tkd->thd", p.bfloat16().float(), rows) / total.unsqueeze(-1)

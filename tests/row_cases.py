@@ -79,6 +79,7 @@ BEHINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "every second column": lambda x, row: row[..., ::2] * 2,
     "columns backwards": lambda x, row: row.flip(-1) * 2,
     "regrouped columns": lambda x, row: doubled(row.unflatten(-1, (-1, 16)).transpose(-1, -2)),
+    "neighbour alone": lambda x, row: x * 2,
     "neighbour of other rows": lambda x, row: (row, x.reshape(-1, x.shape[-1] // 2) * 2),
 }
 """What the graph returns, from `x` and the operators' rows."""

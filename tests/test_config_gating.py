@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8kv_inductor import CacheConfig, ConfigError, get_format
+from fp8kv_inductor import FORMATS, CacheConfig, ConfigError, Pool, get_format
 from fp8kv_inductor.config import KV_CACHE_DTYPES, PAGE_SIZE
 from fp8kv_inductor.model_config import PRESETS, TINY
 
@@ -71,6 +72,22 @@ def test_a_gpu_without_fp8(old_gpu, mode):
     with pytest.raises(ConfigError, match=message):
         CacheConfig.resolve("tiny", mode, "cuda")
     assert CacheConfig.resolve("tiny", "auto", "cuda").device.type == "cuda"
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].quantized])
+def test_pools_and_operators_on_a_gpu_without_fp8(old_gpu, name):
+    """Whoever resolves no cache mode meets the same error, before any kernel is compiled."""
+    message = rf"found a GPU of compute capability 8\.0; format '{name}' needs 8\.9 or newer"
+    with FakeTensorMode():
+        data = torch.empty(8, 64, dtype=torch.uint8, device="cuda")
+        scale = torch.empty(8, 2, dtype=FORMATS[name].scale_dtype, device="cuda")
+        rows, slots = torch.empty(2, 64, device="cuda"), torch.arange(2, device="cuda")
+        with pytest.raises(ConfigError, match=message):
+            Pool(data, scale, FORMATS[name])
+        with pytest.raises(ConfigError, match=message):
+            torch.ops.fp8kv.store(rows, slots, data, scale, name)
+        rows_of_bf16 = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda")
+        torch.ops.fp8kv.store(rows, slots, rows_of_bf16, scale, "bf16")
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])

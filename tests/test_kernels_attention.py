@@ -46,7 +46,7 @@ def test_formats_and_dtypes(device, name, dtype, splits):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("splits", SPLITS)
-@pytest.mark.parametrize("heads", [1, 16, 20, 128])
+@pytest.mark.parametrize("heads", [1, 8, 16, 20, 32, 64, 128])
 def test_heads(device, heads, splits):
     assert_close_to_exact(device, make_case(tokens=1, heads=heads), splits)
 
@@ -162,6 +162,16 @@ def test_empty_sizes(device, splits):
     out, lse = read(device, case, splits)
     assert torch.equal(out, torch.zeros(T, H, D, dtype=out.dtype))
     assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("splits", SPLITS)
+def test_a_pool_without_rows(device, splits):
+    case = make_case()
+    case["indices"][:, WINDOW:] = -1
+    expected = read(device, case, splits)
+    case["cmp"] = tuple(tensor[:0] for tensor in case["cmp"])
+    assert all(map(torch.equal, read(device, case, splits), expected))
 
 
 def test_splits_fill_the_gpu_and_none_is_empty():

@@ -1,4 +1,4 @@
-"""DESIGN.md's import table is true: every file is in it and imports only what stands above."""
+"""Documents are true: DESIGN.md's table of imports, and the tests that tests/README.md names."""
 
 import ast
 import re
@@ -87,3 +87,16 @@ def test_private_torch_names_stay_in_their_places(source):
         and not any(allowed.startswith(used) for allowed in PUBLIC_IN_ALL_BUT_NAME)
     }
     assert not private
+
+
+def test_every_fault_has_a_row_of_tests_that_exist():
+    text = (ROOT / "tests" / "README.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|(.*)\|$", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 37))
+    for number, row in rows:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", row)
+        assert named, f"fault {number} has no test"
+        for file, test in named:
+            path = ROOT / "tests" / file
+            assert path.exists(), file
+            assert re.search(rf"^def {test}\(", path.read_text(), re.MULTILINE), f"{file}::{test}"

@@ -20,10 +20,13 @@ COMPILE_A_STORE = """
 import json, torch
 from fp8kv_inductor import Pool, store
 from torch._dynamo.utils import counters
-pool = Pool.empty(8, 64, "fp8_e4m3")
-torch.compile(store, fullgraph=True)(torch.ones(2, 64), torch.arange(2), pool)
-assert pool.data[:2].any()
-print(json.dumps(counters["inductor"]))
+for fmt in ("fp8_e4m3", "bf16"):
+    pools = [Pool.empty(8, 64, fmt) for _ in range(2)]
+    for step, pool in zip((store, torch.compile(store, fullgraph=True)), pools):
+        step(torch.ones(2, 64), torch.arange(2), pool)
+    assert torch.equal(pools[0].data, pools[1].data) and pools[0].data[:2].any()
+    assert torch.equal(pools[0].scale, pools[1].scale)
+print(json.dumps({**counters["inductor"], **counters["aot_autograd"]}))
 """
 
 
@@ -51,13 +54,22 @@ def compile_in_new_process(checkout: Path) -> dict[str, int]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def cache_counts(checkout: Path) -> dict[str, int]:
+    """What a new process got out of the FX cache and the AOTAutograd cache."""
+    counts = compile_in_new_process(checkout)
+    caches = ("fxgraph_cache", "autograd_cache")
+    events = [f"{cache}_{event}" for cache in caches for event in ("hit", "miss", "bypass")]
+    return {event: counts[event] for event in events if event in counts}
+
+
 def test_second_process_hits_and_changed_source_misses(checkout):
-    assert compile_in_new_process(checkout).get("fxgraph_cache_miss") == 1
-    second = compile_in_new_process(checkout)
-    assert "fxgraph_cache_miss" not in second and "fxgraph_cache_bypass" not in second
+    """Two formats in each process."""
+    misses = {"fxgraph_cache_miss": 2, "autograd_cache_miss": 2}
+    assert cache_counts(checkout) == misses
+    assert cache_counts(checkout) == {"fxgraph_cache_hit": 2, "autograd_cache_hit": 2}
     changed = checkout / "lowerings" / "rows.py"
     changed.write_text(changed.read_text() + "\n# another lowering\n")
-    assert compile_in_new_process(checkout).get("fxgraph_cache_miss") == 1
+    assert cache_counts(checkout) == misses
 
 
 def test_templates_and_kernels_are_part_of_the_key():

@@ -5,7 +5,19 @@ import math
 
 import pytest
 import torch
-from nasty import HEAD_DIM, nasty_reads, nasty_rows, pool_bytes, row_ops
+from nasty import (
+    FAR_SLOTS,
+    HEAD_DIM,
+    REPORTED,
+    check_reported_bytes,
+    nasty_reads,
+    nasty_rows,
+    pool_bytes,
+    row_ops,
+    stores_and_reads,
+    stores_into_layers,
+)
+from row_cases import margins_are_empty, pool_between_margins
 from torch._inductor.utils import run_and_get_code
 
 from fp8kv_inductor import Pool, indexer_scores, reference, sparse_attention, store
@@ -18,7 +30,7 @@ from fp8kv_inductor.chains import (
     store_chain,
     store_inputs,
 )
-from fp8kv_inductor.lowerings.cross_compile import pool_copies
+from fp8kv_inductor.lowerings.cross_compile import pool_copies, triton_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +73,7 @@ def test_operators_write_the_bytes_of_the_cpu(fmt, tokens):
     for result in (eager, ours):
         assert torch.equal(result.cpu().nan_to_num(nan=9.0), want.nan_to_num(nan=9.0))
     assert_same_rows(*pools)
-    assert code.count("@triton.jit") == 1
+    assert len(triton_kernels(code)) == 1
     assert not pool_copies(code, pools[2].data)
 
 
@@ -87,6 +99,13 @@ def test_every_bf16_value_and_every_tie():
             assert_same_rows(*pools)
 
 
+@pytest.mark.parametrize("fault", REPORTED)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_that_others_got_wrong(fmt, fault):
+    check_reported_bytes([fault], fmt, store, "cuda")
+    check_reported_bytes([fault], fmt, compiled(store), "cuda")
+
+
 @pytest.mark.slow
 def test_ten_million_random_elements():
     rows = nasty_rows(20_000)
@@ -109,7 +128,7 @@ def test_one_kernel_behind_a_norm():
     ):
         _, codes = run_and_get_code(compiled(fn), *on_cuda(args))
         code += codes
-    assert [source.count("@triton.jit") for source in code] == [1, 1]
+    assert [len(triton_kernels(source)) for source in code] == [1, 1]
 
 
 def test_compressor_chain_runs():
@@ -165,13 +184,14 @@ def test_reads_equal_fp64(fmt, tokens, heads):
     check_read(args, read(*args))
 
 
-def test_token_counts_share_two_graphs():
+def test_token_counts_share_a_graph_for_few_and_one_for_many():
+    """And the first call has a graph of its own, before Dynamo knows that the number changes."""
     step = compiled(read)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for tokens in (8, 5, 17, 64, 200):
         args = on_cuda(nasty_reads(tokens, 64, 640, "fp8_e4m3"))
         check_read(args, step(*args))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs <= 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs <= 3
 
 
 def test_max_autotune_gives_the_same_answer():
@@ -242,3 +262,145 @@ def test_reduce_overhead_records_the_store():
         step(rows.cuda(), slots.cuda())
     assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     assert_same_rows(want, module.pool)
+
+
+def peak_bytes(fn, *args):
+    """Memory that a call takes on top of what is allocated, results included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = fn(*args)
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_43_layers_of_one_buffer_are_written_in_place():
+    layers, n_slots = 43, 50_000
+    args = nasty_rows(64), torch.randperm(n_slots)[:64]
+    pools = [
+        (
+            torch.zeros(layers, n_slots, HEAD_DIM, dtype=torch.uint8, device="cuda"),
+            torch.zeros(layers, n_slots, HEAD_DIM // 32, dtype=torch.float16, device="cuda"),
+        )
+        for _ in range(2)
+    ]
+    step = compiled(stores_into_layers)
+    _, (code,) = run_and_get_code(step, *on_cuda(args), *pools[1])
+    eager = peak_bytes(stores_into_layers, *on_cuda(args), *pools[0])
+    ours = peak_bytes(step, *on_cuda(args), *pools[1])
+    assert all(map(torch.equal, *pools))
+    assert not pool_copies(code, pools[1][0], pools[1][0][0])
+    held = sum(part.nbytes for part in pools[1])
+    assert held + ours <= 1.05 * (held + eager)
+
+
+def test_stores_and_reads_stay_in_order():
+    """Four layers, each twice, 200 calls: every bit is the CPU's."""
+    want = torch.zeros(4, 8, 512, dtype=torch.uint8), torch.zeros(4, 8, 16, dtype=torch.float16)
+    eager, ours = (tuple(part.cuda() for part in want) for _ in range(2))
+    step = compiled(stores_and_reads)
+    for call in range(200):
+        args = torch.randn(2, HEAD_DIM).bfloat16(), torch.randperm(8)[:2]
+        rows = stores_and_reads(*args, *want)
+        for fn, pools in ((stores_and_reads, eager), (step, ours)):
+            got = fn(*on_cuda(args), *pools)
+            assert all(
+                torch.equal(left.cpu(), right) for left, right in zip(got, rows, strict=True)
+            )
+            assert all(map(torch.equal, (part.cpu() for part in pools), want)), call
+
+
+def test_long_prompts_make_no_parts():
+    """32,768 tokens through a graph that four came to first: out and lse, and nothing large."""
+    step = compiled(read, dynamic=True)
+    few = on_cuda(nasty_reads(4, 64, 640, "fp8_e4m3"))
+    check_read(few, step(*few))
+    q, window, cmp, indices, counts, sink = few
+    tokens = 1 << 15
+    repeats = tokens // 4
+    many = (
+        q.repeat(repeats, 1, 1),
+        window,
+        cmp,
+        indices.repeat(repeats, 1),
+        counts.repeat(repeats),
+        sink,
+    )
+    check_read(many, step(*many))
+    results = many[0].nbytes + tokens * 64 * 4
+    assert peak_bytes(step, *many) <= 1.05 * results
+    assert peak_bytes(read, *many) <= 1.05 * results
+
+
+@pytest.mark.parametrize("tokens", [4, 150])
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 128])
+def test_heads_of_any_rank(heads, tokens):
+    args = on_cuda(nasty_reads(tokens, heads, 192, "fp8_e4m3"))
+    check_read(args, compiled(read)(*args))
+    check_read(args, read(*args))
+
+
+def test_fp32_is_not_rounded_to_tf32():
+    """One large feature next to many small ones, whatever matrix products may do elsewhere."""
+    q, window, cmp, indices, counts, sink = nasty_reads(4, 16, 192, "bf16")
+    q = q.float() * 0.01
+    q[..., 0] = 1e3
+    for pool in (window, cmp):
+        pool.data[:, 0] = 1e-3
+    args = q, window, cmp, indices, counts, sink
+    pools = window.data, window.scale, cmp.data, cmp.scale
+
+    def oracle(dtype):
+        rest = indices, counts, sink, 128, HEAD_DIM**-0.5, "bf16"
+        return reference.sparse_attention(q, *pools, *rest, dtype=dtype)
+
+    want, low = oracle(torch.float64)[0], oracle(torch.float32)[0]
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        for fn in (compiled(read), read):
+            out = fn(*on_cuda(args))[0].cpu().double()
+            assert (out - want).norm() <= 2 * (low.double() - want).norm()
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def test_reads_far_beyond_32_bit_addresses():
+    """The last of 65,537 tokens of 64 heads, and rows on both sides of byte 2^31 of a pool."""
+    tokens = 65_537
+    q, near, _, indices, counts, sink = nasty_reads(4, 64, 132, "fp8_e4m3", len(FAR_SLOTS))
+    far = Pool.empty(FAR_SLOTS[-1] + 1, HEAD_DIM, "fp8_e4m3", "cuda")
+    far_slots = torch.tensor(FAR_SLOTS)
+    far.data[far_slots.cuda()], far.scale[far_slots.cuda()] = near.data.cuda(), near.scale.cuda()
+    far_indices = torch.tensor([*FAR_SLOTS, -1], dtype=torch.int32)[indices]
+    many_q = torch.zeros(tokens, 64, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    many_q[-4:] = q.cuda()
+    many_indices = torch.full((tokens, 132), -1, dtype=torch.int32, device="cuda")
+    many_indices[-4:] = far_indices.cuda()
+    many_counts = torch.zeros(tokens, dtype=torch.int32, device="cuda")
+    many_counts[-4:] = counts.cuda()
+    for fn in (compiled(read), read):
+        out, lse = fn(many_q, far, far, many_indices, many_counts, sink.cuda())
+        check_read((q, near, near, indices, counts, sink), (out[-4:], lse[-4:]))
+        assert not out[:-4].any()
+
+
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_without_a_slot_write_nothing(fmt, slot_dtype):
+    """Guard rows around the pool keep their bytes; eager mode refuses what compiled code skips."""
+    slots = torch.tensor([-1, 3, -1, 5, N_SLOTS - 1, N_SLOTS, 2**31 - 1, -(2**31)]).to(slot_dtype)
+    rows, live = nasty_rows(len(slots)), slots < N_SLOTS
+    want = Pool.empty(N_SLOTS, HEAD_DIM, fmt)
+    store(rows[live], slots[live], want)
+    pool = pool_between_margins(N_SLOTS, HEAD_DIM, fmt, "cuda")
+    compiled(store)(rows.cuda(), slots.cuda(), pool)
+    assert margins_are_empty(pool)
+    assert_same_rows(want, pool)
+    with pytest.raises(IndexError, match="is beyond the pool of 4096 slots"):
+        store(rows.cuda(), slots.cuda(), pool)
+    slots = torch.tensor([3, 3, *range(6)])
+    with pytest.raises(ValueError, match=r"slot 3 is that of rows \[0, 1, 5\]"):
+        store(rows.cuda(), slots.to(slot_dtype).cuda(), pool)
+    assert_same_rows(want, pool)

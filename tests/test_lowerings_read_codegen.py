@@ -4,10 +4,12 @@ import math
 import re
 
 import pytest
+import sympy
 import torch
 from generated import ARCHITECTURES, GeneratedKernel
 from interpreter import interpreted
 from nasty import nasty_reads
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fp8kv_inductor import (
     Pool,
@@ -19,11 +21,18 @@ from fp8kv_inductor import (
     store,
 )
 from fp8kv_inductor.chains import angles, read
-from fp8kv_inductor.lowerings.cross_compile import cuda_source, launches, pool_copies
+from fp8kv_inductor.lowerings.cross_compile import (
+    buffers,
+    cuda_source,
+    launches,
+    pool_copies,
+    run_cuda_source,
+)
 
 FORMATS = ["fp8_e4m3", "fp8_e4m3_amax", "fp8_e4m3_ue8m0", "bf16"]
 PREFILL, DECODE = 300, 4
 HEADS, COLUMNS = 64, 640
+SM_COUNT = 132
 
 
 TEMPLATES = 100
@@ -44,6 +53,37 @@ def test_kernels_by_number_of_queries(fmt):
     few = cuda_source(read, nasty_reads(DECODE, HEADS, COLUMNS, fmt), TEMPLATES, dynamic=True)
     assert [name.split("_")[1] for name in few.kernels] == ["tem", "poi", "poi"]
     assert not pool_copies(many.wrapper, inputs[1].data, inputs[2].data)
+
+
+def test_many_queries_need_no_scratch():
+    """32,768 tokens: nothing but out and lse is allocated, whatever the width."""
+    tokens = 1 << 15
+    q, window, cmp, indices, counts, sink = nasty_reads(4, HEADS, COLUMNS, "fp8_e4m3")
+    q = q[:1].expand(tokens, -1, -1)
+    args = q, window, cmp, indices[:1].expand(tokens, -1), counts[:1].repeat(tokens), sink
+    code = cuda_source(read, args, TEMPLATES)
+    assert sorted(buffers(code.wrapper)) == [tokens * HEADS, tokens * HEADS * 512]
+
+
+@pytest.mark.parametrize("tokens", [PREFILL, DECODE])
+def test_parts_are_for_few_queries_only(monkeypatch, tokens):
+    """A graph for any number of tokens does not make parts of 32,768, when it was made for four."""
+    guards = []
+    produce_guards = ShapeEnv.produce_guards_verbose
+
+    def record(shape_env, *args, **kwargs):
+        guards.extend(guard.expr for guard in shape_env.guards)
+        return produce_guards(shape_env, *args, **kwargs)
+
+    monkeypatch.setattr(ShapeEnv, "produce_guards_verbose", record)
+    q, window, cmp, indices, counts, sink = nasty_reads(tokens, HEADS, COLUMNS, "fp8_e4m3")
+    for tensor in (q, indices, counts):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    result = q.clone(), torch.empty(tokens, HEADS)
+    args = q, window, cmp, indices, counts, sink
+    run_cuda_source(read, args, lambda wrapper: lambda *inputs: result, TEMPLATES)
+    few = [expr for expr in guards if isinstance(expr, sympy.Le) and expr.rhs == SM_COUNT // 2]
+    assert guards and len(few) == (1 if tokens == DECODE else 0)
 
 
 def test_an_unused_lse_costs_no_kernel():

@@ -4,11 +4,20 @@ import math
 
 import pytest
 import torch
-from nasty import HEAD_DIM, nasty_reads, pool_bytes
+from nasty import FAR_SLOTS, HEAD_DIM, far_pool, nasty_reads, pool_bytes, stores_and_reads
 from torch._inductor.utils import run_and_get_code
 
-from fp8kv_inductor import Pool, get_format, indexer_scores, reference, sparse_attention, store
+from fp8kv_inductor import (
+    Pool,
+    get_format,
+    indexer_scores,
+    reference,
+    register,
+    sparse_attention,
+    store,
+)
 from fp8kv_inductor.chains import MODEL, read
+from fp8kv_inductor.demo import CPU_OPTIONS
 from fp8kv_inductor.lowerings.cross_compile import pool_copies
 
 TOKENS, HEADS, COLUMNS = 6, 4, 192
@@ -43,7 +52,7 @@ def test_equals_fp64_on_the_stored_bytes(fmt):
     args = nasty_reads(TOKENS, HEADS, COLUMNS, fmt)
     got, (code,) = run_and_get_code(torch.compile(read, fullgraph=True), *args)
     check_against_fp64(got, *args)
-    assert "fp8kv.sparse_attention" not in code, "lowered, not called"
+    assert "sparse_attention.default(" not in code, "lowered, not called"
     assert not pool_copies(code, args[1].data, args[2].data)
 
 
@@ -92,6 +101,76 @@ def test_store_then_read_sees_the_new_rows():
     assert not pool_copies(code, window.data)
 
 
+def test_stores_and_reads_stay_in_order():
+    """Two layers, each twice, 200 calls: every bit is eager mode's."""
+    ours, eager = (
+        (
+            torch.zeros(2, 8, HEAD_DIM, dtype=torch.uint8),
+            torch.zeros(2, 8, HEAD_DIM // 32, dtype=torch.float16),
+        )
+        for _ in range(2)
+    )
+    register()
+    # Work this small takes longer to divide among threads than to do.
+    options = {**CPU_OPTIONS, "cpp.threads": 1}
+    compiled = torch.compile(stores_and_reads, fullgraph=True, options=options)
+    for call in range(200):
+        row, slot = torch.randn(2, HEAD_DIM).bfloat16(), torch.randperm(8)[:2]
+        want = stores_and_reads(row, slot, *eager)
+        got = compiled(row, slot, *ours)
+        assert all(map(torch.equal, want, got)), call
+        assert all(map(torch.equal, eager, ours)), call
+
+
+@pytest.mark.parametrize(("column", "tier"), [(7, "window"), (N_WINDOW + 2, "cmp")])
+def test_an_index_beyond_the_pool_raises(column, tier):
+    """In code of several threads, where a loop that raised would end the process."""
+    q, window, cmp, indices, counts, sink = nasty_reads(64, HEADS, COLUMNS, "fp8_e4m3")
+    indices[3, column] = n_slots = (window if tier == "window" else cmp).n_slots
+    counts[3] = 1000
+    step = torch.compile(read, fullgraph=True)
+    with pytest.raises(IndexError, match=f"index {n_slots} is beyond the {tier} pool of {n_slots}"):
+        step(q, window, cmp, indices, counts, sink)
+    indices[3, column] = -1
+    check_against_fp64(
+        step(q, window, cmp, indices, counts, sink), q, window, cmp, indices, counts, sink
+    )
+
+
+def test_a_pool_without_rows():
+    q, window, _, indices, counts, sink = nasty_reads(TOKENS, HEADS, COLUMNS, "fp8_e4m3")
+    indices[:, N_WINDOW:] = -1
+    cmp = Pool.empty(0, HEAD_DIM, "fp8_e4m3")
+    got = torch.compile(read, fullgraph=True)(q, window, cmp, indices, counts, sink)
+    check_against_fp64(got, q, window, window, indices, counts, sink)
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(0, 9), (3, 0), (0, 0)])
+def test_nothing_to_read(tokens, columns):
+    q, window, cmp, indices, counts, sink = nasty_reads(4, HEADS, 192, "fp8_e4m3")
+
+    def one(q, window, cmp, indices, counts, sink):
+        return sparse_attention(q, window, cmp, indices, counts, sink, columns // 2, 0.1)
+
+    args = q[:tokens], window, cmp, indices[:tokens, :columns], counts[:tokens], sink
+    out, lse = torch.compile(one, fullgraph=True)(*args)
+    assert torch.equal(out, torch.zeros(tokens, HEADS, HEAD_DIM).bfloat16())
+    assert torch.equal(lse, torch.full((tokens, HEADS), -math.inf))
+
+
+def test_rows_beyond_32_bit_addresses():
+    """Through one graph, which a small pool came to first."""
+    q, near, _, indices, counts, sink = nasty_reads(TOKENS, HEADS, 132, "fp8_e4m3", len(FAR_SLOTS))
+    far, step = far_pool("fp8_e4m3"), torch.compile(read, fullgraph=True, dynamic=True)
+    far.data[list(FAR_SLOTS)], far.scale[list(FAR_SLOTS)] = near.data, near.scale
+    far_indices = torch.tensor([*FAR_SLOTS, -1], dtype=torch.int32)[indices]
+    want = step(q, near, near, indices, counts, sink)
+    check_against_fp64(want, q, near, near, indices, counts, sink)
+    assert all(map(torch.equal, want, step(q, far, far, far_indices, counts, sink)))
+    eager = read(q, near, near, indices, counts, sink)
+    assert all(map(torch.equal, eager, read(q, far, far, far_indices, counts, sink)))
+
+
 def test_indexer_scores_equal_fp64_and_dead_pages_are_not_read():
     tokens, heads, width, page_size, pages = 6, 8, 64, 32, 5
     pool = Pool.empty(20 * page_size, width, get_format("bf16"))
@@ -112,8 +191,11 @@ def test_indexer_scores_equal_fp64_and_dead_pages_are_not_read():
 
     compiled = torch.compile(scores, fullgraph=True)
     got, (code,) = run_and_get_code(compiled, q, weights, pool, page_rows, request, counts)
-    assert "fp8kv.indexer_scores" not in code, "lowered, not called"
+    assert "indexer_scores.default(" not in code, "lowered, not called"
     live = want > -math.inf
     assert torch.equal(live, got > -math.inf)
     error = (low.double() - want)[live].abs().max()
     assert (got.double() - want)[live].abs().max() <= 2 * error
+    page_rows[2, 0] = pool.n_slots
+    with pytest.raises(IndexError, match=f"page row {pool.n_slots} with 31 live keys lies outside"):
+        compiled(q, weights, pool, page_rows, request, counts)

@@ -9,7 +9,17 @@ import torch
 from generated import ARCHITECTURES, GeneratedKernel
 from interpreted_graph import interpreted_graph
 from interpreter import interpreted
-from nasty import BF16_SPECIALS, nasty_rows, pool_bytes, row_ops, same
+from nasty import (
+    BF16_SPECIALS,
+    FAR_SLOTS,
+    REPORTED,
+    check_reported_bytes,
+    far_pool,
+    nasty_rows,
+    pool_bytes,
+    row_ops,
+    same,
+)
 from row_cases import margins_are_empty, pool_between_margins
 from torch._inductor.ir import TensorBox
 
@@ -25,6 +35,7 @@ from fp8kv_inductor.chains import (
 )
 from fp8kv_inductor.lowerings.block import RowLayoutError
 from fp8kv_inductor.lowerings.cross_compile import CudaSource, buffers, cuda_source, pool_copies
+from fp8kv_inductor.numerics import ceil_log2_ratio, finite_amax
 
 TOKENS = 64
 N_SLOTS = 4096
@@ -37,6 +48,7 @@ def summary(code: CudaSource) -> str:
     for name, source in code.kernels.items():
         # The rest of a name says what was fused, in words that change with torch's version.
         name = name.split("_fused_")[0]
+        source = re.sub(r"tl\.broadcast_to\((.* \+ .*), \[XBLOCK, R0_BLOCK\]\)", r"\1", source)
         stores = re.findall(r"tl\.store\(\w+ \+ \((.*)\), \w+, (.*)\)", source)
         lines += [name, *(f"  store [{index}] where {mask}" for index, mask in stores)]
         for what, pattern in (
@@ -57,9 +69,9 @@ def test_golden_store_chain(store_code):
         summary(store_code),
         """\
 triton_per
-  store [r0_1 + 512*tmp82 + 512*x0] where tmp79 & xmask
-  store [tmp109 + 16*tmp108 + 16*xindex] where tmp79 & xmask
-  casts: float8e4nv
+  store [tl.max_contiguous(r0_1, [1, 8]) + 512*tmp17] where tmp16 & xmask
+  store [tmp56 + 16*tmp122] where tmp16 & xmask
+  casts: bfloat16, float16, float8e4nv
   exact arithmetic: cvt.rn.bf16x2, mul.rn
 buffers []""",
     )
@@ -94,9 +106,9 @@ def test_golden_compressor_chain():
         summary(code),
         """\
 triton_per
-  store [r0_1 + 512*tmp149 + 512*x0] where tmp146 & xmask
-  store [tmp176 + 16*tmp175 + 16*xindex] where tmp146 & xmask
-  casts: float8e4nv
+  store [tl.max_contiguous(r0_1, [1, 8]) + 512*tmp83] where tmp82 & xmask
+  store [tmp122 + 16*tmp188] where tmp82 & xmask
+  casts: bfloat16, float16, float8e4nv
   exact arithmetic: cvt.rn.bf16x2, mul.rn
 buffers []""",
     )
@@ -123,12 +135,21 @@ def test_compressor_chain_is_one_kernel_for_dynamic_counts(dynamic):
 
 
 def test_few_rows_wait_for_their_loads_once():
-    """Angles and slots are loaded in front of the row, behind whose reduction they are used."""
-    for rows, barriers in ((TOKENS, 1), (4096, 0)):
-        code = cuda_source(store_chain, store_inputs(rows, "fp8_e4m3"))
-        ((_, source),) = code.kernels.items()
-        assert source.count("tl.debug_barrier()") == barriers
-        assert source.rindex("tl.load") < source.index("tl.sum")
+    """What is used behind the reduction of a row is loaded in front of the row."""
+    code = cuda_source(store_chain, store_inputs(TOKENS, "fp8_e4m3"))
+    ((_, source),) = code.kernels.items()
+    _, behind = source.split("tl.debug_barrier()")
+    assert behind.count("tl.load") == 1
+    assert source.rindex("tl.load") < source.index("tl.sum")
+
+
+def test_many_rows_load_their_slots_last():
+    """A slot takes up registers from then on only: more programs fit on a multiprocessor."""
+    code = cuda_source(store_chain, store_inputs(4096, "fp8_e4m3"))
+    ((_, source),) = code.kernels.items()
+    front, behind = source.split("tl.debug_barrier()")
+    assert behind.count("tl.load") == 1
+    assert front.count("tl.load") == 4 and "tl.sum" in front
 
 
 def test_block_maxima_stay_in_registers(tmp_path):
@@ -180,12 +201,15 @@ def test_slots_may_be_computed_in_the_kernel(behind_a_norm, tmp_path):
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_compiles_and_casts_once(capability, tmp_path):
-    """sm_89 has no cast from fp32 to e4m3: values are on the grid before they go through fp16."""
+    """sm_89 has no cast from fp32 to e4m3: values are on the grid before they go through fp16.
+
+    So are the values that the store of an ``act_quant`` takes from fp16.
+    """
     code = cuda_source(store_chain, store_inputs(TOKENS, "fp8_e4m3"), capability)
     ((name, source),) = code.kernels.items()
     compiled = GeneratedKernel(name, source, tmp_path).compile(capability, XBLOCK=4)
     casts = set(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.(\w+)", compiled.asm["ptx"]))
-    assert casts == {"f16x2" if capability < 90 else "f32"}
+    assert casts == ({"f16x2"} if capability < 90 else {"f16x2", "f32"})
     on_grid = re.findall(r"(tmp\d+) = tmp\d+ \+ (tmp\d+)\n +tmp\d+ = \1 - \2\n", source)
     assert len(on_grid) == (2 if capability < 90 else 0), "act_quant and store"
 
@@ -230,6 +254,11 @@ def test_interpreted_bytes_equal_eager(fmt, slot_dtype, tmp_path):
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("fmt", FORMATS[:3])
+def test_rows_that_others_got_wrong(fmt):
+    check_reported_bytes(REPORTED, fmt, lambda *args: interpreted_graph(store, args))
+
+
 def behind_a_reduction(x, cos, sin, slots, pool):
     """``row_ops`` of rows times 1, which nothing but the row's maximum says."""
     largest = x.float().abs().amax(-1, keepdim=True)
@@ -250,14 +279,77 @@ def test_interpreted_bytes_behind_a_row_reduction(fmt, tokens, xblock, dynamic, 
     expected = behind_a_reduction(rows, cos, sin, slots, eager)
     ((name, source),) = code.kernels.items()
     kernel, out = GeneratedKernel(name, source, tmp_path), torch.empty_like(rows)
+    # The output may take the memory of a row that the kernel does not store.
+    tensors = (out, rows) if "in_out_ptr0" in source else (rows, out)
     arguments = kernel.arguments(
-        rows, cos, sin, slots, out, ours.data, ours.scale, sizes=(tokens, 512)
+        *tensors, cos, sin, slots, ours.data, ours.scale, sizes=(tokens, 512)
     )
     with interpreted():
         kernel.interpret((-(-tokens // xblock),), *arguments, XBLOCK=xblock)
     assert torch.equal(out.nan_to_num(nan=9.0), expected.nan_to_num(nan=9.0))
     for left, right in zip(pool_bytes(eager), pool_bytes(ours), strict=True):
         assert torch.equal(left, right)
+
+
+QUANTIZED_FRONTS = {
+    "nothing": lambda x: x,
+    "product": lambda x: x * 2,
+    "row reduction": lambda x: x * torch.where(x.abs().amax(-1, keepdim=True) > 1, 0.5, 2.0),
+}
+
+
+def quantized_rows(tokens: int) -> torch.Tensor:
+    """bf16 rows whose neighbouring blocks have very different scales; zeros, NaN, infinities."""
+    exponents = torch.randint(-30, 120, (tokens, 8)).repeat_interleave(64, 1)
+    exponents = exponents - torch.randint(0, 24, (tokens, 16)).repeat_interleave(32, 1)
+    exponents = exponents - torch.randint(0, 12, exponents.shape)
+    rows = ((1 + torch.rand(exponents.shape)) * torch.exp2(exponents.double())).bfloat16()
+    rows *= torch.randint(0, 2, rows.shape) * 2 - 1
+    for special in (0.0, torch.nan, torch.inf):
+        blocks = (torch.rand(tokens, 16) < 0.1).repeat_interleave(32, 1)
+        rows[blocks | (torch.rand(rows.shape) < 0.02)] = special
+    return rows
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e4m3_ue8m0"])
+@pytest.mark.parametrize("front", QUANTIZED_FRONTS)
+@pytest.mark.parametrize("features", [448, 512])
+def test_interpreted_bytes_of_quantized_rows(features, front, fmt):
+    """Both quantizations in one, if nothing else reads the rows; every shift between scales."""
+
+    def graph(x, cos, sin, slots, pool):
+        row = rope(QUANTIZED_FRONTS[front](x), cos, sin)
+        store(act_quant(row, features), slots, pool)
+
+    rows, (cos, sin), slots = quantized_rows(TOKENS), angles(TOKENS), torch.randperm(N_SLOTS)
+    eager, ours = Pool.empty(N_SLOTS, 512, fmt), Pool.empty(N_SLOTS, 512, fmt)
+    graph(rows, cos, sin, slots[:TOKENS], eager)
+    interpreted_graph(graph, (rows, cos, sin, slots[:TOKENS], ours))
+    assert all(map(torch.equal, pool_bytes(eager), pool_bytes(ours)))
+
+
+def test_rows_of_what_a_store_replaces_are_computed_before_it():
+    def graph(x, slots, pool):
+        row = act_quant((x + pool.data[slots.flip(0)].float()).bfloat16(), 448)
+        store(x, slots, pool)
+        store(row, slots + TOKENS, pool)
+
+    x, slots = torch.randn(TOKENS, 512), torch.arange(TOKENS)
+    pools = [Pool.empty(2 * TOKENS, 512, "fp8_e4m3") for _ in range(2)]
+    graph(x, slots, pools[0])
+    interpreted_graph(graph, (x, slots, pools[1]))
+    assert all(map(torch.equal, *map(pool_bytes, pools)))
+
+
+def test_quantized_rows_need_every_shift():
+    """Positive control: between scales of a group and of its blocks, beyond what fp16 holds."""
+    rows = act_quant(quantized_rows(TOKENS), 448)[:, :448].float()
+    of_group, of_block = (
+        ceil_log2_ratio(finite_amax(rows.unflatten(-1, (-1, size))), 448.0).squeeze(-1)
+        for size in (64, 32)
+    )
+    shifts = of_group.repeat_interleave(2, 1) - of_block.clamp(-24, 15)
+    assert set(range(18)) <= set(shifts[of_block > -100].tolist())
 
 
 def test_interpreted_compressor_chain_pools_like_eager(tmp_path):
@@ -335,6 +427,21 @@ def test_rows_without_a_slot_write_nothing(beyond, width, front, computed):
     interpreted_graph(graph, (rows, torch.tensor([7, *beyond[1:]]), pool))
     assert margins_are_empty(pool)
     assert pool.scale[7].count_nonzero() == pool.scale.count_nonzero() == width // 32
+
+
+@pytest.mark.parametrize("front", [rms_norm, torch.neg])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots_beyond_32_bit_addresses(dtype, front):
+    """Inductor takes 32-bit indices, as all other sizes are small."""
+    rows, slots = torch.randn(4, 512).bfloat16(), torch.tensor(FAR_SLOTS, dtype=dtype)
+    near, far = Pool.empty(4, 512, "fp8_e4m3"), far_pool("fp8_e4m3")
+
+    def graph(x, slots, pool):
+        store(front(x), slots, pool)
+
+    interpreted_graph(graph, (rows, torch.arange(4), near))
+    interpreted_graph(graph, (rows, slots, far))
+    assert torch.equal(far.data[slots], near.data) and torch.equal(far.scale[slots], near.scale)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from nasty import nasty_rows, pool_bytes, row_ops, same
+from nasty import (
+    FAR_SLOTS,
+    REPORTED,
+    check_reported_bytes,
+    far_pool,
+    nasty_rows,
+    pool_bytes,
+    row_ops,
+    same,
+    stores_into_layers,
+)
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
@@ -33,6 +43,20 @@ def test_bytes_equal_eager(fmt):
         assert torch.equal(left, right)
     assert not pool_copies(code, ours.data)
     assert "fp8kv.write_rows" in code
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e4m3_amax", "fp8_e4m3_ue8m0"])
+def test_rows_that_others_got_wrong(fmt):
+    check_reported_bytes(REPORTED, fmt, compiled(store))
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e4m3_amax"])
+def test_ten_million_random_elements(fmt):
+    rows, slots = torch.randn(20_000, 512).bfloat16(), torch.arange(20_000)
+    eager, ours = Pool.empty(20_000, 512, fmt), Pool.empty(20_000, 512, fmt)
+    store(rows, slots, eager)
+    compiled(store)(rows, slots, ours)
+    assert all(map(torch.equal, pool_bytes(eager), pool_bytes(ours)))
 
 
 def test_three_dimensions_and_inverse():
@@ -69,6 +93,33 @@ def test_token_counts_share_one_graph():
     assert counters["stats"]["unique_graphs"] - graphs == 1
 
 
+def test_one_token_and_more_are_two_graphs():
+    pool, step = Pool.empty(N_SLOTS, 512, "fp8_e4m3"), compiled(row_ops)
+    graphs = counters["stats"]["unique_graphs"]
+    for tokens in (1, 2, 7, 64, 1):
+        step(nasty_rows(tokens), *angles(tokens), torch.arange(tokens), pool)
+    assert counters["stats"]["unique_graphs"] - graphs == 2
+
+
+def test_pool_sizes_share_graphs():
+    """Of pools that are arguments. One token and more, each with a first pool and with any."""
+
+    def loose(rows, slots, data, scale):
+        torch.ops.fp8kv.store(rows, slots, data, scale, "fp8_e4m3")
+
+    register()
+    step = compiled(loose)
+    graphs = counters["stats"]["unique_graphs"]
+    for n_slots in (97, 211, 307):
+        for tokens in (1, 2, 7, 64):
+            rows, slots = nasty_rows(tokens), torch.randperm(n_slots)[:tokens]
+            eager, ours = Pool.empty(n_slots, 512, "fp8_e4m3"), Pool.empty(n_slots, 512, "fp8_e4m3")
+            store(rows, slots, eager)
+            step(rows, slots, ours.data, ours.scale)
+            assert all(map(torch.equal, pool_bytes(eager), pool_bytes(ours)))
+    assert counters["stats"]["unique_graphs"] - graphs <= 4
+
+
 def test_pools_inside_a_larger_buffer_are_written_in_place():
     big = torch.zeros(3, N_SLOTS, 512, dtype=torch.uint8)
     scales = torch.zeros(3, N_SLOTS, 16, dtype=torch.float16)
@@ -80,6 +131,57 @@ def test_pools_inside_a_larger_buffer_are_written_in_place():
     assert torch.equal(big[1], eager.data) and torch.equal(scales[1], eager.scale)
     assert not big[0].any() and not big[2].any() and not scales[::2].any()
     assert not pool_copies(code, ours.data)
+
+
+def test_layers_of_one_buffer_are_written_in_place():
+    register()
+    args = nasty_rows(TOKENS), torch.randperm(N_SLOTS)[:TOKENS]
+    eager, ours = (
+        (
+            torch.zeros(6, N_SLOTS, 512, dtype=torch.uint8),
+            torch.zeros(6, N_SLOTS, 16, dtype=torch.float16),
+        )
+        for _ in range(2)
+    )
+    stores_into_layers(*args, *eager)
+    _, (code,) = run_and_get_code(compiled(stores_into_layers), *args, *ours)
+    assert all(map(torch.equal, eager, ours))
+    assert not pool_copies(code, ours[0], ours[0][0])
+
+
+def test_a_store_that_nothing_reads_is_run():
+    pool = Pool.empty(N_SLOTS, 512, "fp8_e4m3")
+
+    def nothing_but_a_store(rows, slots):
+        store(rows, slots, pool)
+
+    assert compiled(nothing_but_a_store)(torch.ones(2, 512), torch.arange(2)) is None
+    assert pool.data[:2].all() and not pool.data[2:].any()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_no_rows(fmt):
+    """A graph for no rows, and one for any number of them."""
+    pool, step = Pool.empty(N_SLOTS, 512, fmt), compiled(row_ops)
+    for tokens in (0, 2, 3, 0):
+        rows, slots = nasty_rows(tokens) if tokens else torch.empty(0, 512), torch.arange(tokens)
+        row = step(rows.bfloat16(), *angles(tokens), slots, pool)
+        assert row.shape == (tokens, 512)
+
+
+@pytest.mark.parametrize("part", ["data", "scale"])
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float32, torch.bfloat16])
+def test_another_dtype_is_the_error_of_eager_mode(part, dtype):
+    pool = Pool.empty(8, 512, "fp8_e4m3")
+    pools = {"data": pool.data, "scale": pool.scale}
+    pools[part] = pools[part].to(dtype)
+
+    def loose(rows, slots, data, scale):
+        torch.ops.fp8kv.store(rows, slots, data, scale, "fp8_e4m3")
+
+    for step in (loose, compiled(loose)):
+        with pytest.raises(Exception, match=rf"{part} of format 'fp8_e4m3' has dtype {dtype}"):
+            step(nasty_rows(2), torch.arange(2), *pools.values())
 
 
 def test_a_copied_pool_would_be_seen():
@@ -95,10 +197,28 @@ def test_a_copied_pool_would_be_seen():
     assert pool_copies(code, pool.data)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots_beyond_32_bit_addresses(dtype):
+    """Through one graph, which a small pool came to first."""
+    rows, slots = nasty_rows(4), torch.tensor(FAR_SLOTS, dtype=dtype)
+    for step in (store, compiled(store, dynamic=True)):
+        near, far = Pool.empty(4, 512, "fp8_e4m3"), far_pool("fp8_e4m3")
+        step(rows, torch.arange(4, dtype=dtype), near)
+        step(rows, slots, far)
+        assert torch.equal(far.data[slots], near.data) and torch.equal(far.scale[slots], near.scale)
+
+
 def test_a_slot_beyond_the_pool_raises():
     pool = Pool.empty(4, 512, "fp8_e4m3")
     with pytest.raises(IndexError, match="slot 4 is beyond the pool of 4 slots"):
         compiled(store)(nasty_rows(2), torch.tensor([0, 4]), pool)
+    assert not pool.data.any()
+
+
+def test_rows_of_one_slot_are_refused():
+    pool = Pool.empty(4, 512, "fp8_e4m3")
+    with pytest.raises(ValueError, match=r"slot 3 is that of rows \[0, 2\]; needed: a slot"):
+        compiled(store)(nasty_rows(3), torch.tensor([3, -1, 3]), pool)
     assert not pool.data.any()
 
 

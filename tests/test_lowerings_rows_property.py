@@ -36,6 +36,8 @@ def test_cpp_backend(case):
 @given(cases())
 @example(Case(("act_quant",), width=160, sizes="dynamic tokens"))
 @example(Case(ALL, front="rms_norm", tokens=1))
+@example(Case(ALL, front="row reduction", behind="neighbour alone", width=256, blocks=3))
+@example(Case(("act_quant", "store"), behind="neighbour alone", layout="slice"))
 @example(Case(("store",), behind="reduction over tokens", width=32))
 @example(Case(ALL, behind="transposed second consumer", layout="transposed"))
 @example(Case(("act_quant",), behind="reduction over parts of rows"))

@@ -194,6 +194,18 @@ def test_an_index_beyond_the_pool_raises(column, tier):
         read(case)
 
 
+def test_a_pool_without_rows():
+    """As long as no column exists that names one."""
+    case = make_case()
+    case["indices"][:, WINDOW:] = -1
+    expected = read(case)
+    case |= {"cmp_data": case["cmp_data"][:0], "cmp_scale": case["cmp_scale"][:0]}
+    assert all(map(torch.equal, read(case), expected))
+    case["indices"][-1, -1] = 0
+    with pytest.raises(IndexError, match="index 0 is beyond the cmp pool of 0 slots"):
+        read(case)
+
+
 def test_a_dead_index_beyond_the_pool_is_no_error():
     case = make_case()
     case["indices"][0, WINDOW:] = N

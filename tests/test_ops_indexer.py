@@ -74,6 +74,23 @@ def test_dead_pages_and_keys_are_not_read():
     assert torch.equal(scan(case), expected)
 
 
+BEYOND = [
+    ("request", 2, 5, r"request 5 has no row in page_rows, which has 2"),
+    ("request", 2, -1, r"request -1 has no row in page_rows"),
+    ("page_rows", (1, 1), 33, r"page row 33 with 8 live keys lies outside the idx pool of 40 rows"),
+    ("page_rows", (1, 0), -1, r"page row -1 with"),
+    ("page_rows", (0, 2), 1 << 40, r"page row 1099511627776 with 8 live keys lies outside"),
+]
+
+
+@pytest.mark.parametrize(("argument", "where", "value", "message"), BEYOND)
+def test_rows_that_do_not_exist_are_refused(argument, where, value, message):
+    case = make_case()
+    case[argument][where] = value
+    with pytest.raises(IndexError, match=message):
+        scan(case)
+
+
 def test_views_give_the_same_bits():
     case = make_case()
     expected = scan(case)

@@ -68,6 +68,20 @@ def test_write_rows(name):
     opcheck(torch.ops.fp8kv.write_rows.default, (codes, scales, slots, *pool_tensors(name)))
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_live_slots(make, tokens):
+    indices = make(tokens, H, 16)[:, 1].clamp(-1, 1).int()
+    for counts in (None, torch.randint(0, 6, (tokens,))):
+        opcheck(torch.ops.fp8kv.live_slots.default, (indices, counts, 4, N, N))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_live_pages(tokens):
+    page_rows = torch.tensor([[0, 4, 8], [8, 0, 0]])
+    request, counts = torch.randint(0, 2, (tokens,)), torch.full((tokens,), 4)
+    opcheck(torch.ops.fp8kv.live_pages.default, (page_rows, request, counts, 4, N))
+
+
 def check_sparse_attention(q, name, counts):
     tokens = q.shape[0]
     indices = torch.randint(-1, N, (tokens, 9), dtype=torch.int32)

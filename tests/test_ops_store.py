@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nasty import REPORTED, check_reported_bytes
 
 import fp8kv_inductor
 from fp8kv_inductor import reference
@@ -47,6 +48,12 @@ def test_bytes(name, slot_dtype, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fault", REPORTED)
+def test_rows_that_others_got_wrong(fault, name):
+    check_reported_bytes([fault], name, fp8kv_inductor.store)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "slots", [[-1, 3, -1, 5, N - 1], [-1] * 5, [0, -7, N - 1, -(2**31), 1]], ids=str
 )
@@ -84,15 +91,13 @@ def test_a_slot_beyond_the_pool_raises_and_writes_nothing(slot):
         assert (bytes_of(buffer) == GUARD).all()
 
 
-def test_of_duplicate_slots_one_row_wins():
-    """Codes are those of one row, scales those of one row; distinct slots are the caller's duty."""
-    rows = torch.stack([torch.full((D,), 1.0), torch.full((D,), -300.0)])
-    winners = []
-    for row in rows:
-        data, scale, *_ = guarded_pool("fp8_e4m3")
-        torch.ops.fp8kv.store(row.unsqueeze(0), torch.tensor([3]), data, scale, "fp8_e4m3")
-        winners.append((data[3], scale[3]))
-    data, scale, *_ = guarded_pool("fp8_e4m3")
-    torch.ops.fp8kv.store(rows, torch.tensor([3, 3]), data, scale, "fp8_e4m3")
-    assert any(torch.equal(data[3], codes) for codes, _ in winners)
-    assert any(torch.equal(scale[3], scales) for _, scales in winners)
+@pytest.mark.parametrize("slots", [[3, 3], [5, -1, 2, -1, 5]], ids=str)
+def test_rows_of_one_slot_are_refused_and_nothing_is_written(slots):
+    data, scale, *buffers = guarded_pool("fp8_e4m3")
+    rows = [i for i, slot in enumerate(slots) if slot == slots[0]]
+    message = rf"slot {slots[0]} is that of rows \[{rows[0]}, {rows[1]}\]; needed: a slot"
+    with pytest.raises(ValueError, match=message):
+        args = torch.randn(len(slots), D), torch.tensor(slots), data, scale, "fp8_e4m3"
+        torch.ops.fp8kv.store(*args)
+    for buffer in buffers:
+        assert (bytes_of(buffer) == GUARD).all()

@@ -173,9 +173,11 @@ def gather_quantized(r, s, raw_first, raw_second, raw_scales):
         second_rows = ahead_second_rows
         ahead = later
         ahead_column = later_column
-        ahead_rows = later_rows
-        ahead_first_rows = later_first_rows
-        ahead_second_rows = later_second_rows
+        # Something has to be computed from what was loaded while no newer load is on its way: a
+        # copy would be made in the next iteration and wait for that one's loads, too.
+        ahead_rows = gl.maximum(later_rows, -1)
+        ahead_first_rows = gl.maximum(later_first_rows, -1)
+        ahead_second_rows = gl.maximum(later_second_rows, -1)
         it += 1
     async_copy.wait_group(0)
 

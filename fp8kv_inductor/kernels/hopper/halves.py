@@ -223,8 +223,11 @@ def right_half(r, s):
     received = 0
     x = gl.zeros([BLOCK_H, HALF], gl.bfloat16, layout=OUT)
     last_item = r.n_items
-    while item < r.n_items:
+    if not r.QUANTIZED:
         prepare_right_query(r, s)
+    while item < r.n_items:
+        if r.QUANTIZED:
+            prepare_right_query(r, s)
         if r.SPLITS == 1:
             store_half(r, x, last_item, HALF)
         tiles = item_tiles(r, item, count)
@@ -244,6 +247,9 @@ def right_half(r, s):
             mbarrier.arrive(s.p_empty, count=1)
             it += 1
             received += 1
+        if not r.QUANTIZED:
+            # left waits for it. A query that has to be converted needs the accumulator's registers.
+            prepare_right_query(r, s)
         mbarrier.wait(s.p_full, received & 1)
         factor = s.factor.load(ACC_ROW)
         mbarrier.arrive(s.p_empty, count=1)

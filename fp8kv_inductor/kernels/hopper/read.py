@@ -35,8 +35,9 @@ from fp8kv_inductor.kernels.launch import ReadArguments, device_limits
 GROUP_WARPS = 4
 MAX_REGISTERS = 168
 """Per thread, on average: a third of the register file for each group, in steps of eight."""
-RIGHT_REGISTERS, GATHER_REGISTERS = 160, 112
-"""What ``right`` and ``gather`` need; ``left`` gets the rest."""
+RIGHT_REGISTERS = {True: 176, False: 184}
+GATHER_REGISTERS = {True: 96, False: 88}
+"""What ``right`` and ``gather`` need, by whether rows are quantized; ``left`` gets the rest."""
 FEWEST_HEADS = 33
 """Below that, more than half of a block of heads is padding, and other kernels are better."""
 
@@ -265,8 +266,8 @@ def launch(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> None:
             QUANTIZED=quantized,
             HAS_COUNTS=cmp_counts is not None,
             ROPE_PAIRS=0 if angles is None else cos.shape[1],
-            RIGHT_REGISTERS=RIGHT_REGISTERS,
-            GATHER_REGISTERS=GATHER_REGISTERS,
+            RIGHT_REGISTERS=RIGHT_REGISTERS[quantized],
+            GATHER_REGISTERS=GATHER_REGISTERS[quantized],
             num_warps=GROUP_WARPS,
             maxnreg=MAX_REGISTERS,
         )
