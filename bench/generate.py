@@ -136,7 +136,8 @@ def run(options: argparse.Namespace, parallel: Parallel) -> list[dict[str, Any]]
     for streams in options.streams:
         results.append(measure_streams(streams, model, options))
         if parallel.rank == 0:
-            report(f"generate-tp{parallel.world_size}", head, results, options.out, options.json)
+            name = options.name or f"generate-tp{parallel.world_size}"
+            report(name, head, results, options.out, options.json)
     return results
 
 

@@ -2,7 +2,7 @@
 
     python bench/plot.py [--results bench/results]            # needs the extra `plot`
 
-    step-tp1.json           step-time.svg   time of a step against batch, one panel per context
+    step-tp1*.json          step-time.svg   time of a step against batch, one panel per context
                             roofline.svg    steps against the measured ceilings
     quality-*.json          error.svg       error of a pool's rows and of the logits, by format
     (nothing: the planner)  pages.svg       pages against context, by cache mode
@@ -169,6 +169,10 @@ def draw_errors(bars: dict[str, dict[str, float]], path: Path) -> None:
     _save(figure, path)
 
 
+def _place(row: dict[str, Any]) -> tuple[int, int]:
+    return row["context"], row["batch"]
+
+
 def _title(result: dict[str, Any]) -> str:
     keys = ("device", "model", "layers", "experts", "tp", "torch", "triton")
     return ", ".join(f"{key} {result[key]}" for key in keys if key in result)
@@ -191,8 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     folder = parser.parse_args(arguments).results
-    if (steps := folder / "step-tp1.json").exists():
-        result = json.loads(steps.read_text())
+    if steps := [json.loads(path.read_text()) for path in sorted(folder.glob("step-tp1*.json"))]:
+        # Batches may have been measured one by one.
+        rows = sorted((row for each in steps for row in each["rows"]), key=_place)
+        result = {**steps[0], "rows": rows}
         draw_step_times(result, folder / "step-time.svg")
         if "copy TB/s" in result:
             draw_roofline(result, folder / "roofline.svg")

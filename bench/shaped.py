@@ -32,6 +32,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, help="folder for JSON and CSV")
     parser.add_argument("--json", type=Path, help="file for JSON alone")
+    parser.add_argument("--name", help="of the files in that folder; by default <benchmark>-tp<N>")
     parser.add_argument("--model", choices=PRESETS, default="v4-flash", help="widths")
     parser.add_argument("--layers", type=integers, default=[0, 4, 128], help="compress ratios")
     parser.add_argument(

@@ -200,7 +200,8 @@ def run(options: argparse.Namespace, parallel: Parallel) -> list[dict[str, Any]]
     for batch in options.batches:
         results += measure_batch(models, batch, options, ceilings)
         if parallel.rank == 0:
-            report(f"step-tp{parallel.world_size}", head, results, options.out, options.json)
+            name = options.name or f"step-tp{parallel.world_size}"
+            report(name, head, results, options.out, options.json)
     return results
 
 
