@@ -7,6 +7,7 @@ from fp8kv_inductor.models.deepseek_v4.weights import (
     random_weights,
     reference_weights,
     save_safetensors,
+    shipped_weights,
 )
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "random_weights",
     "reference_weights",
     "save_safetensors",
+    "shipped_weights",
 ]
