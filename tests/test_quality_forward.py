@@ -98,13 +98,18 @@ def test_gradients_equal_those_of_the_oracle(weights, monkeypatch, chunk_scores)
     F.cross_entropy(logits, target).backward()
     for theirs, dtype in ((exact, torch.float64), (single, torch.float32)):
         F.cross_entropy(DenseReference(CONFIG, theirs, dtype).forward(tokens), target).backward()
-    for name, weight in ours.items():
-        if ".indexer." in name or name.endswith(("gate.bias", "tid2eid")):
-            assert weight.grad is None or not weight.grad.any(), name
-            continue
-        assert weight.grad is not None and weight.grad.any(), name
-        bound = 2 * (single[name].grad - exact[name].grad).abs().max()
-        assert (weight.grad - exact[name].grad).abs().max() <= bound, name
+    untrained = {n for n in ours if ".indexer." in n or n.endswith(("gate.bias", "tid2eid"))}
+    for name in untrained:
+        assert ours[name].grad is None or not ours[name].grad.any(), name
+
+    def strays(gradients, name):
+        """Largest error of a weight's gradient, as a share of its largest element."""
+        expected = exact[name].grad
+        return float((gradients[name].grad - expected).abs().max() / expected.abs().max())
+
+    names = ours.keys() - untrained
+    bound = 2 * max(strays(single, name) for name in names)
+    assert max(strays(ours, name) for name in names) <= bound < 1
 
 
 def test_the_index_loss_reaches_the_indexer_alone(weights):

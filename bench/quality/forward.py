@@ -54,6 +54,16 @@ def unit_rms(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
+def doubly_stochastic(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """Sinkhorn's normalisation of ``softmax(logits)`` `[T, C, C]`."""
+    comb = logits.softmax(2) + eps
+    comb = comb / (comb.sum(1, keepdim=True) + eps)
+    for _ in range(1, iterations):
+        comb = comb / (comb.sum(2, keepdim=True) + eps)
+        comb = comb / (comb.sum(1, keepdim=True) + eps)
+    return comb
+
+
 def enter(
     x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,10 +73,10 @@ def enter(
         x: `[T, C, dim]` streams.
         fn, scale, base: of the hyper-connection.
         norm: `[dim]` weight of the sublayer's norm.
-        config: eps and iterations.
+        config: streams and eps.
 
     Returns:
-        `[T, dim]`, post `[T, C]` and comb `[T, C, C]`.
+        `[T, dim]`, post `[T, C]` and the logits `[T, C, C]` of comb.
     """
     streams, eps = config.hc_mult, config.hc_eps
     flat = x.flatten(1)
@@ -75,13 +85,8 @@ def enter(
     pre = torch.sigmoid(mixes[:, first] * scale[0] + base[first]) + eps
     post = 2 * torch.sigmoid(mixes[:, second] * scale[1] + base[second])
     logits = mixes[:, 2 * streams :] * scale[2] + base[2 * streams :]
-    comb = logits.unflatten(1, (streams, streams)).softmax(2) + eps
-    comb = comb / (comb.sum(1, keepdim=True) + eps)
-    for _ in range(1, config.hc_sinkhorn_iters):
-        comb = comb / (comb.sum(2, keepdim=True) + eps)
-        comb = comb / (comb.sum(1, keepdim=True) + eps)
     y = (pre.unsqueeze(-1) * x).sum(1)
-    return unit_rms(y, config.norm_eps) * norm, post, comb
+    return unit_rms(y, config.norm_eps) * norm, post, logits.unflatten(1, (streams, streams))
 
 
 def leave(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -169,11 +174,13 @@ class TrainingForward:
         x = weights["embed.weight"][tokens.flatten()].unsqueeze(1).repeat(1, config.hc_mult, 1)
         for layer in range(config.n_layers):
             name = f"layers.{layer}."
-            y, post, comb = self.enter(x, *self.connection(name, "attn"), config)
+            y, post, logits = self.enter(x, *self.connection(name, "attn"), config)
+            comb = self.comb(logits)
             y, loss = self.attention(y.unflatten(0, (batch, length)), layer, turns, sparse, focus)
             index_loss = index_loss + loss
             x = self.leave(y.flatten(0, 1), x, post, comb)
-            y, post, comb = self.enter(x, *self.connection(name, "ffn"), config)
+            y, post, logits = self.enter(x, *self.connection(name, "ffn"), config)
+            comb = self.comb(logits)
             y, loads[f"{name}ffn.gate"] = self.mixture(y, tokens.flatten(), layer)
             x = self.leave(y, x, post, comb)
         flat = x.flatten(1)
@@ -187,6 +194,10 @@ class TrainingForward:
         """fn, scale and base of a hyper-connection, and the weight of the norm behind it."""
         names = [f"{prefix}hc_{sublayer}_{part}" for part in ("fn", "scale", "base")]
         return tuple(self.weights[n] for n in (*names, f"{prefix}{sublayer}_norm.weight"))
+
+    def comb(self, logits: Tensor) -> Tensor:
+        """Not compiled: so many small dependent steps compile slowly, and run no faster."""
+        return doubly_stochastic(logits, self.config.hc_sinkhorn_iters, self.config.hc_eps)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """RMS norm with a weight."""
@@ -414,14 +425,14 @@ class TrainingForward:
         w1, w2, w3 = (
             torch.cat(
                 [
-                    self.weights[f"{name}.{expert}.{leaf}.weight"].to(self.product_dtype)
+                    self.weights[f"{name}.{expert}.{leaf}.weight"]
                     for expert in (
                         *(f"experts.{i}" for i in range(config.n_routed_experts)),
                         "shared_experts",
                     )
                 ],
                 1 if leaf == "w2" else 0,
-            )
+            ).to(self.product_dtype)
             for leaf in ("w1", "w2", "w3")
         )
         limit = config.swiglu_limit

@@ -50,6 +50,8 @@ ANSWER_WEIGHT = 0.5
 INDEX_WEIGHT = 1.0
 ANSWER_FOCUS = 8.0
 """Weight in the index loss of a query that looks for a digit."""
+READ_STEPS = 20
+"""Losses are read, and logged, once in so many steps."""
 ROUTER_STEP = 1e-3
 """How far a router's bias moves per step against the load of its expert."""
 
@@ -118,7 +120,7 @@ def as_saved(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def to_tokens(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """`[...]` numbers to int64 on the device; bool stays bool."""
-    tensor = torch.from_numpy(array).to(device)
+    tensor = torch.from_numpy(array.copy()).to(device)
     return tensor if tensor.dtype == torch.bool else tensor.to(torch.int64)
 
 
@@ -178,6 +180,18 @@ def learning_rate(peak: float, step: int, elapsed: float) -> float:
     """Rate at a step, ``elapsed`` being the share of the budget that is used up."""
     fall = 1 - max(0.0, elapsed - FLAT_UNTIL) / (1 - FLAT_UNTIL)
     return peak * min(1.0, (step + 1) / WARM_UP_STEPS) * max(0.02, fall)
+
+
+def snapshot(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of the weights."""
+    return {name: w.detach().clone() for name, w in weights.items()}
+
+
+@torch.no_grad()
+def restore(weights: dict[str, Tensor], good: dict[str, Tensor]) -> None:
+    """Go back to a snapshot."""
+    for name, weight in weights.items():
+        weight.copy_(good[name])
 
 
 def save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None:
@@ -247,7 +261,8 @@ def train(
     rng = np.random.default_rng(seed)
     best: Check | None = None
     next_check, step, seconds = 0.1, 0, 0.0
-    means: dict[str, float] = {}
+    means: dict[str, Tensor] = {}
+    good = snapshot(weights)
     log = out.with_suffix(".jsonl")
     log.parent.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -268,12 +283,14 @@ def train(
                 begun = time.monotonic()
                 now = check(model, held, schedule, device)
                 seconds = time.monotonic() - begun
+                if math.isfinite(now.bits_per_byte):
+                    good = snapshot(weights)
                 note(step=step, elapsed=elapsed, check=now._asdict(), seconds=seconds)
                 rates = ", ".join(f"{k} {v:.0%}" for k, v in now.recall.items())
                 progress.console.print(
                     f"step {step}, {elapsed:.0%}: {now.bits_per_byte:.3f} bits/byte, recall {rates}"
                 )
-                if best is None or now.cost < best.cost:
+                if math.isfinite(now.cost) and (best is None or now.cost < best.cost):
                     best = now
                     about = {
                         "model": config.name,
@@ -285,7 +302,7 @@ def train(
                     }
                     save(weights, out, about)
                 if last:
-                    return best
+                    return best or now
             _, shares, dense_share = next(s for s in STAGES if elapsed < s[0])
             length = schedule.lengths[int(rng.choice(3, p=shares))]
             size = max(1, schedule.tokens // length)
@@ -302,21 +319,26 @@ def train(
             optimizer.zero_grad(set_to_none=True)
             total.backward()
             norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
-            if norm.isfinite():
-                optimizer.step()
-                balance(config, weights, loads)
-            for name, part in parts.items():
-                value = part.item()
-                means[name] = 0.95 * means.get(name, value) + 0.05 * value
+            optimizer.step()
+            balance(config, weights, loads)
             step += 1
-            if step % 20 == 0:
-                note(
-                    step=step, elapsed=elapsed, rate=rate, length=length, norm=norm.item(), **means
-                )
-            described = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
+            with torch.no_grad():
+                for name, part in (parts | {"norm": norm}).items():
+                    means[name] = means.get(name, part).lerp(part, 0.05)
+            if step % READ_STEPS:
+                continue
+            # The only place where the host waits for the device.
+            values = {name: mean.item() for name, mean in means.items()}
+            note(step=step, elapsed=elapsed, rate=rate, length=length, **values)
+            described = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
             progress.update(task, completed=elapsed, description=f"step {step}: {described}")
-            if step % 100 == 0 and not console.is_terminal:
-                console.print(f"step {step}, {elapsed:.1%}: {described}, length {length}")
+            if step % 200 == 0 and not console.is_terminal:
+                console.print(f"step {step}, {elapsed:.1%}: {described}")
+            if not all(map(math.isfinite, values.values())):
+                console.print(f"step {step}: not finite; back to the weights of the last check")
+                restore(weights, good)
+                optimizer.state.clear()
+                means.clear()
 
 
 @torch.no_grad()
