@@ -360,8 +360,11 @@ class TrainingForward:
         batch, count, heads, width = q.shape
         blocks, n_cmp = count // size, cmp.shape[1]
         # Block b of queries sees the rows of block b - 1 and its own.
-        near = window.unfold(1, 2 * size, size)  # [B, blocks, D, 2 W]
-        near_scores = (q.reshape(batch, blocks, size * heads, width) @ near).to(self.dtype)
+        before, own = (
+            part.unflatten(1, (blocks, size)) for part in (window[:, :-size], window[:, size:])
+        )
+        near = torch.cat([before, own], 2)
+        near_scores = (q.reshape(batch, blocks, size * heads, width) @ near.mT).to(self.dtype)
         near_scores = near_scores.view(batch, count, heads, 2 * size)
         far_scores = (q.reshape(batch, count * heads, width) @ cmp.mT).to(self.dtype)
         far_scores = far_scores.view(batch, count, heads, n_cmp)
@@ -395,7 +398,7 @@ class TrainingForward:
                 far_visible = far_visible & chosen
         share = shares(far_visible.expand(batch, -1, -1)).to(q.dtype)
         near_share = share[..., : 2 * size].reshape(batch, blocks, size * heads, 2 * size)
-        out = (near_share @ near.mT).view(batch, count, heads, width)
+        out = (near_share @ near).view(batch, count, heads, width)
         if n_cmp:
             far_share = share[..., 2 * size : -1].reshape(batch, count * heads, n_cmp)
             out = out + (far_share @ cmp).view(batch, count, heads, width)

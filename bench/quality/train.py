@@ -46,7 +46,7 @@ WARM_UP_STEPS = 100
 FLAT_UNTIL = 0.4
 """Share of the budget after which the learning rate falls, in a line, to nearly nothing."""
 
-ANSWER_WEIGHT = 0.5
+ANSWER_WEIGHT = 1.0
 INDEX_WEIGHT = 1.0
 ANSWER_FOCUS = 8.0
 """Weight in the index loss of a query that looks for a digit."""
@@ -203,6 +203,22 @@ def save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None:
     partial.replace(path)
 
 
+def compiled_if_possible(model: TrainingForward, schedule: Schedule) -> TrainingForward:
+    """The same model compiled if a step of it works here, else as it is."""
+    compiled = TrainingForward(
+        model.config, model.weights, model.dtype, model.product_dtype, compile=True
+    )
+    device = next(iter(model.weights.values())).device
+    length = schedule.lengths[0]
+    tokens = torch.zeros(max(1, schedule.tokens // length), length, dtype=torch.int64)
+    try:
+        compiled(tokens.to(device)).logits.square().mean().backward()
+    except Exception as error:  # whatever a compiler can raise: training goes on without it
+        print(f"torch.compile does not work here, training eagerly: {error}", flush=True)
+        return model
+    return compiled
+
+
 def train(
     config: ModelConfig,
     minutes: float,
@@ -218,6 +234,9 @@ def train(
     started: float | None = None,
 ) -> Check:
     """Train for ``minutes`` and leave the best checkpoint in ``out``, its log beside it.
+
+    A device with little memory takes fewer ``schedule.tokens``; long sequences are computed in
+    chunks of queries, so what they need grows with their length alone.
 
     Args:
         config: shapes.
@@ -255,7 +274,9 @@ def train(
         fused=device.type == "cuda",
     )
     products = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = TrainingForward(config, weights, torch.float32, products, compile)
+    model = TrainingForward(config, weights, torch.float32, products)
+    if compile:
+        model = compiled_if_possible(model, schedule)
     source = np.frombuffer(text, np.uint8)
     held = np.frombuffer(corpus.heldout(), np.uint8)
     rng = np.random.default_rng(seed)
