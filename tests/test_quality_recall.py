@@ -30,11 +30,22 @@ def test_answers_are_the_digits_of_the_second_time():
     assert answers.sum() == 20 * recall.DIGITS
 
 
-def test_a_batch_has_text_alone_and_mostly_codes():
-    sequences = recall.batch(np.random.default_rng(0), TEXT, 64, 1024, 0.5)
+def test_a_batch_has_text_alone_and_mostly_codes_and_copies():
+    sequences = recall.batch(np.random.default_rng(0), TEXT, 64, 1024, recall.Mix(0.25, 0.25))
     shares = sequences.text.mean(1)
-    assert (shares == 1).any() and (shares < 0.5).any()
+    copied = sequences.copies.any(1)
+    assert (shares == 1).any() and ((shares < 0.5) & ~copied).any() and (shares[copied] == 0).all()
+    assert not (sequences.answers & sequences.copies).any()
     assert set(sequences.tokens[sequences.text].tolist()) <= set(TEXT.tolist())
+
+
+def test_letters_of_a_repeated_block_can_be_known():
+    tokens, copies = recall.repeated(np.random.default_rng(0), 1024)
+    (start,) = {int(np.flatnonzero(copies)[0])}
+    period = start - recall.FIRST_DIGIT
+    assert copies[start:].all() and period <= 512
+    assert (tokens[period:] == tokens[:-period]).all()
+    assert len(np.unique(tokens[:period])) > 5
 
 
 @pytest.mark.parametrize("distance", recall.DISTANCES.values())

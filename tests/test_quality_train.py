@@ -74,11 +74,15 @@ def test_answers_and_text_are_weighed_apart():
     """Digits that cannot be known, and names, are in no loss."""
     model = TrainingForward(READER, train.initial_weights(READER, 0))
     text = np.frombuffer(corpus.heldout(), np.uint8)
-    sequences = recall.batch(np.random.default_rng(0), text, 2, 256, 1.0)
+    sequences = recall.batch(np.random.default_rng(0), text, 8, 256, recall.Mix(0.3, 0.5))
     parts, _ = train.losses(model, sequences, CPU, sparse=True)
     tokens = torch.from_numpy(sequences.tokens).long()
     nats = -model(tokens).logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
-    for name, mask in (("text", sequences.text), ("answer", sequences.answers)):
+    for name, mask in (
+        ("text", sequences.text),
+        ("answer", sequences.answers),
+        ("copy", sequences.copies),
+    ):
         expected = nats[torch.from_numpy(mask[:, 1:])].mean()
         torch.testing.assert_close(parts[name], expected)
 

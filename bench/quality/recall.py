@@ -1,7 +1,8 @@
 """Synthetic recall: codes planted in a text, which must be repeated thousands of bytes later.
 
 A code is planted as ``[ab=1234]``: a name of two letters and four digits. When the same name comes
-again, the digits can be known from the first time alone.
+again, the digits can be known from the first time alone. Repeated blocks of random letters teach
+the same faster, because every byte of them can be known.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ class Sequences(NamedTuple):
         tokens: `[B, L]`.
         text: `[B, L]` bool, bytes of the text.
         answers: `[B, L]` bool, digits of repeated codes.
+        copies: `[B, L]` bool, letters of repeated blocks.
     """
 
     tokens: Bytes
     text: NDArray[np.bool_]
     answers: NDArray[np.bool_]
+    copies: NDArray[np.bool_]
 
 
 def codes(rng: np.random.Generator, count: int) -> Bytes:
@@ -87,29 +90,43 @@ def sequence(
     )
 
 
-def batch(
-    rng: np.random.Generator, text: Bytes, size: int, length: int, dense_share: float
-) -> Sequences:
-    """Sequences of one length: text alone, text with some codes, and mostly codes.
+def repeated(rng: np.random.Generator, length: int) -> tuple[Bytes, NDArray[np.bool_]]:
+    """A block of random letters over and over, and where its letters can be known, `[length]`."""
+    period = int(rng.integers(CODE_BYTES, length // 2 + 1))
+    block = ord("a") + rng.integers(0, LETTERS, period, dtype=np.uint8)
+    return np.resize(block, length), np.arange(length) >= period + FIRST_DIGIT
 
-    Args:
-        rng: source of randomness.
-        text: to take excerpts from.
-        size: B.
-        length: L.
-        dense_share: share of the sequences that are mostly codes; half of the others have none.
+
+class Mix(NamedTuple):
+    """Shares of sequences; half of what is left is text alone, half is text with some codes.
+
+    Attributes:
+        copies: repeated blocks.
+        dense: mostly codes.
     """
+
+    copies: float
+    dense: float
+
+
+def batch(rng: np.random.Generator, text: Bytes, size: int, length: int, mix: Mix) -> Sequences:
+    """``size`` sequences of one length, with excerpts of ``text``, in the shares of ``mix``."""
     most = min(length // (3 * CODE_BYTES), LETTERS * LETTERS // 2)
+    none = np.zeros(length, bool)
     parts = []
     for _ in range(size):
         kind = rng.random()
-        if kind < dense_share:
+        if kind < mix.copies:
+            tokens, copies = repeated(rng, length)
+            parts.append((tokens, none, none, copies))
+            continue
+        if kind < mix.copies + mix.dense:
             pairs = int(rng.integers(most // 2, most + 1))
-        elif kind < (1 + dense_share) / 2:
+        elif kind < (1 + mix.copies + mix.dense) / 2:
             pairs = int(rng.integers(1, max(2, length // 256)))
         else:
             pairs = 0
-        parts.append(sequence(rng, text, length, min(pairs, most)))
+        parts.append((*sequence(rng, text, length, min(pairs, most)), none))
     return Sequences(*(np.stack(part) for part in zip(*parts, strict=True)))
 
 

@@ -2,11 +2,11 @@
 
     python -m bench.quality.train --minutes 8 --out bytes.safetensors
 
-The loss has three parts: bytes of the text, digits of repeated codes, and the indexer's (see
-``forward.py``). First all compressed rows are visible and sequences are short; then queries see
-what the indexer picks, and sequences of up to 16K come in. All stages are shares of the time
-budget. The best checkpoint so far, by bits per byte plus missed recall, lies under ``--out`` all
-the time: matrices bf16, vectors fp32.
+The loss has four parts: bytes of the text, digits of repeated codes, letters of repeated blocks,
+and the indexer's (see ``forward.py``). First all compressed rows are visible and sequences are
+short; then queries see what the indexer picks, and sequences of up to 16K come in. All stages are
+shares of the time budget. The best checkpoint so far, by bits per byte plus missed recall, lies
+under ``--out`` all the time: matrices bf16, vectors fp32.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ SPARSE_FROM = 0.3
 LONG_LENGTH = max(recall.DISTANCES.values()) + 512
 STAGES = (
     # until this share of the budget: probabilities of short, middle and long sequences,
-    # and the share of sequences that are mostly codes
-    (SPARSE_FROM, (1.0, 0.0, 0.0), 0.5),
-    (0.6, (0.6, 0.3, 0.1), 0.35),
-    (1.0, (0.5, 0.25, 0.25), 0.25),
+    # and what they are
+    (SPARSE_FROM, (1.0, 0.0, 0.0), recall.Mix(copies=0.25, dense=0.35)),
+    (0.6, (0.6, 0.3, 0.1), recall.Mix(copies=0.1, dense=0.3)),
+    (1.0, (0.5, 0.25, 0.25), recall.Mix(copies=0.02, dense=0.25)),
 )
 WARM_UP_STEPS = 100
 FLAT_UNTIL = 0.4
 """Share of the budget after which the learning rate falls, in a line, to nearly nothing."""
 
-ANSWER_WEIGHT = 1.0
-INDEX_WEIGHT = 1.0
+LOSS_WEIGHTS = {"text": 1.0, "answer": 1.0, "copy": 0.5, "index": 1.0}
 ANSWER_FOCUS = 8.0
 """Weight in the index loss of a query that looks for a digit."""
 READ_STEPS = 20
@@ -127,9 +126,12 @@ def to_tokens(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 def losses(
     model: TrainingForward, sequences: recall.Sequences, device: torch.device, sparse: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Text, answer and index losses (nats per byte), and the routers' loads."""
+    """Text, answer, copy and index losses (nats per byte), and the routers' loads."""
     tokens = to_tokens(sequences.tokens, device)
-    text, answers = (to_tokens(mask[:, 1:], device) for mask in (sequences.text, sequences.answers))
+    text, answers, copies = (
+        to_tokens(mask[:, 1:], device)
+        for mask in (sequences.text, sequences.answers, sequences.copies)
+    )
     focus = F.pad(1 + (ANSWER_FOCUS - 1) * answers.to(model.dtype), (0, 1), value=1.0)
     result = model(tokens, sparse, focus)
     nats = F.cross_entropy(
@@ -137,7 +139,7 @@ def losses(
     ).view_as(text)
     parts = {
         name: (nats * mask).sum() / mask.sum().clamp_min(1)
-        for name, mask in (("text", text), ("answer", answers))
+        for name, mask in (("text", text), ("answer", answers), ("copy", copies))
     }
     return parts | {"index": result.index_loss}, result.loads
 
@@ -324,7 +326,7 @@ def train(
                     save(weights, out, about)
                 if last:
                     return best or now
-            _, shares, dense_share = next(s for s in STAGES if elapsed < s[0])
+            _, shares, mix = next(s for s in STAGES if elapsed < s[0])
             length = schedule.lengths[int(rng.choice(3, p=shares))]
             size = max(1, schedule.tokens // length)
             rate = learning_rate(peak, step, elapsed)
@@ -332,11 +334,11 @@ def train(
                 group["lr"] = rate
             parts, loads = losses(
                 model,
-                recall.batch(rng, source, size, length, dense_share),
+                recall.batch(rng, source, size, length, mix),
                 device,
                 sparse=elapsed >= SPARSE_FROM,
             )
-            total = parts["text"] + ANSWER_WEIGHT * parts["answer"] + INDEX_WEIGHT * parts["index"]
+            total = sum(LOSS_WEIGHTS[name] * part for name, part in parts.items())
             optimizer.zero_grad(set_to_none=True)
             total.backward()
             norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
