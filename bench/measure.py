@@ -100,6 +100,12 @@ def matmul_rate(size: int = 8192) -> float:
     return 2 * size**3 / graph_us([lambda: torch.mm(left, right, out=out)] * 8) * 1e6
 
 
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
 def report(
     name: str,
     head: dict[str, Any],
@@ -120,7 +126,7 @@ def report(
     for column in rows[0]:
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
+        table.add_row(*map(_cell, row.values()))
     Console(width=200).print(table)
     text = json.dumps({**head, "rows": rows}, indent=2) + "\n"
     if json_file is not None:

@@ -19,7 +19,13 @@ from fp8kv_inductor.budget import plan_pages
 from fp8kv_inductor.config import CacheConfig, ConfigError
 from fp8kv_inductor.doctor import device_name, versions
 from fp8kv_inductor.engine import Engine
-from fp8kv_inductor.models.deepseek_v4 import DeepseekV4, load_weights, random_weights
+from fp8kv_inductor.models.deepseek_v4 import (
+    DeepseekV4,
+    load_safetensors,
+    load_weights,
+    random_weights,
+    shipped_weights,
+)
 from fp8kv_inductor.parallel import SINGLE, Parallel
 
 MODES = ("auto", "fp8_e4m3")
@@ -43,7 +49,7 @@ class Options:
         new_tokens: tokens to generate after each prompt.
         device: "cuda", "cpu", or None to choose.
         budget: bytes for the pools of each mode.
-        seed: of the random weights.
+        seed: of random weights, where the package has no trained ones.
     """
 
     model: str
@@ -67,6 +73,7 @@ class ModeResult:
         eager_tok_s: decoded tokens per second, without torch.compile.
         compiled_tok_s: the same with it.
         tokens: generated after the longest prompt, compiled.
+        text: these tokens as text.
         requests: generated after each prompt, compiled.
     """
 
@@ -78,6 +85,7 @@ class ModeResult:
     eager_tok_s: float
     compiled_tok_s: float
     tokens: list[int]
+    text: str
     requests: list[list[int]]
 
 
@@ -110,6 +118,7 @@ def run(options: Options, progress: Progress, parallel: Parallel = SINGLE) -> di
         "max_logit_diff": (logits[0] - logits[1]).abs().max().item(),
         "token_agreement": sum(pairs) / len(pairs),
         "model": options.model,
+        "weights": "trained" if shipped_weights(caches[0].model) else "random",
         "budget_bytes": options.budget,
         "prompt_bytes": [len(prompt) for prompt in prompts],
         "new_tokens": options.new_tokens,
@@ -146,8 +155,11 @@ def run_mode(
 
     def make_engine(compile: bool) -> Engine:
         model = DeepseekV4(cache, parallel=parallel)
-        # Drawn anew each time: only this rank's shards of them stay in memory.
-        load_weights(model, random_weights(cache.model, options.seed))
+        if path := shipped_weights(cache.model):
+            load_safetensors(model, path)
+        else:
+            # Drawn anew each time: only this rank's shards of them stay in memory.
+            load_weights(model, random_weights(cache.model, options.seed))
         return Engine(
             model,
             options.budget,
@@ -183,9 +195,15 @@ def run_mode(
         eager_tok_s=eager_tok_s,
         compiled_tok_s=compiled_tok_s,
         tokens=outputs[0],
+        text=text_of(outputs[0]),
         requests=outputs,
     )
     return result, logits
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Tokens below 256 as UTF-8; what is not becomes U+FFFD."""
+    return bytes(min(token, 255) for token in tokens).decode(errors="replace")
 
 
 def generate(
@@ -236,3 +254,6 @@ def print_table(result: dict[str, Any], console: Console) -> None:
     )
     console.print(f"largest logit difference between the modes: {result['max_logit_diff']:.4g}")
     console.print(f"generated tokens that agree: {result['token_agreement']:.1%}")
+    if result["weights"] == "trained":
+        for mode in MODES:
+            console.print(f"{mode} writes: {result[mode]['text']!r}", markup=False)

@@ -1,4 +1,4 @@
-"""Shapes of the DeepSeek-V4 family: V4-Flash, V4-Pro, and a tiny one for two CPU cores."""
+"""Shapes of the DeepSeek-V4 family: V4-Flash, V4-Pro, and two small ones for two CPU cores."""
 
 from __future__ import annotations
 
@@ -223,5 +223,17 @@ TINY = ModelConfig(
     n_hash_layers=1,
 )
 
-PRESETS = {config.name: config for config in (V4_FLASH, V4_PRO, TINY)}
+BYTES = replace(
+    TINY,
+    name="bytes",
+    dim=256,
+    head_dim=256,
+    q_lora_rank=128,
+    o_lora_rank=128,
+    n_routed_experts=12,
+    max_seq_len=32768,
+)
+"""Reads and writes bytes; trained by ``bench/quality/train.py``."""
+
+PRESETS = {config.name: config for config in (V4_FLASH, V4_PRO, TINY, BYTES)}
 """Configurations by name."""

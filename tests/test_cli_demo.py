@@ -9,7 +9,7 @@ from engine_small import ONE_LAYER
 from rich.console import Console
 
 from fp8kv_inductor import __version__, cli
-from fp8kv_inductor.demo import print_table
+from fp8kv_inductor.demo import print_table, text_of
 from fp8kv_inductor.model_config import PRESETS
 
 NEW_TOKENS = 4
@@ -51,6 +51,8 @@ def test_json_is_all_that_stdout_gets(capsys, text):
         assert mode["eager_tok_s"] > 0 and mode["compiled_tok_s"] > 0
         assert mode["tokens"] == mode["requests"][0]
         assert [len(tokens) for tokens in mode["requests"]] == [NEW_TOKENS] * 4
+        assert mode["text"] == text_of(mode["tokens"])
+    assert result["weights"] == "random"
     same = torch.tensor(auto["requests"]) == torch.tensor(fp8["requests"])
     assert result["token_agreement"] == pytest.approx(same.double().mean().item())
     assert result["max_logit_diff"] > 0
@@ -61,8 +63,19 @@ def test_json_is_all_that_stdout_gets(capsys, text):
     table = captured.get()
     for words in ("bytes per KV element", "2.0000", "1.0625", "tokens/s compiled", "that agree"):
         assert words in table
+    assert "writes:" not in table, "random weights write nothing worth reading"
     (row,) = (line for line in table.splitlines() if "kernels generated" in line)
     assert str(auto["kernels"]) in row and str(fp8["kernels"]) in row
+
+    result |= {"weights": "trained", "fp8_e4m3": fp8 | {"text": "a row [sic]"}}
+    with console.capture() as captured:
+        print_table(result, console)
+    assert "fp8_e4m3 writes: 'a row [sic]'" in captured.get()
+
+
+def test_tokens_as_text():
+    assert text_of([104, 105]) == "hi"
+    assert text_of([104, 255, 300]) == "h\ufffd\ufffd"
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Kernels of a decode layer's attention part, without matrix products; DESIGN.md says why each."""
 
 import expecttest
+import pytest
 import torch
 
 from fp8kv_inductor.chains import DecodeLayer, decode_inputs
@@ -35,6 +36,10 @@ poi""",
     )
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="torch 2.11 has a kernel less: the store of the index state joins that of the rows",
+)
 def test_layer_with_indexer():
     expecttest.assert_expected_inline(
         kernels(4),

@@ -8,6 +8,7 @@ from fp8kv_inductor.models.deepseek_v4.weights import (
     random_weights,
     reference_weights,
     save_safetensors,
+    shipped_weights,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "random_weights",
     "reference_weights",
     "save_safetensors",
+    "shipped_weights",
 ]

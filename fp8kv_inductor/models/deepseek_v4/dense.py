@@ -2,13 +2,14 @@
 
 One sequence at a time, every layer over all tokens at once, plain PyTorch in fp32 or fp64. It
 shares nothing with the other modules of this package but ``numerics``, which defines what a pool
-holds.
+holds. It is differentiable: to gradients, roundings are the identity.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,20 @@ def hadamard_transform(x: Tensor) -> Tensor:
         return x
     low, high = hadamard_transform(x.unflatten(-1, (2, n // 2))).unbind(-2)
     return torch.cat([low + high, low - high], -1) * 0.5**0.5
+
+
+class StraightThrough(torch.autograd.Function):
+    """``rounded`` as a value, ``x`` as far as gradients go."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        """``rounded``, of the shape of ``x``."""
+        return rounded.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """The gradient of ``x`` is that of the result."""
+        return gradient, None
 
 
 class DenseReference:
@@ -158,14 +173,15 @@ class DenseReference:
         """What a pool of that format gives back."""
         if row_format is None:
             return rows
-        return numerics.decode_rows(*numerics.encode_rows(rows, row_format), row_format).to(
-            self.dtype
-        )
+        values = rows.detach()
+        read = numerics.decode_rows(*numerics.encode_rows(values, row_format), row_format)
+        return StraightThrough.apply(rows, read.to(self.dtype))
 
     def kv_row(self, rows: Tensor) -> Tensor:
         """The model's fp8 round trip, then the pool's."""
         if self.rounding:
-            rows = numerics.act_quant(rows, self.config.nope_head_dim)
+            rounded = numerics.act_quant(rows.detach(), self.config.nope_head_dim)
+            rows = StraightThrough.apply(rows, rounded)
         return self.pool_row(rows, self.kv_format)
 
     def compressed_rows(self, x: Tensor, name: str, ratio: int, width: int) -> Tensor:
@@ -189,7 +205,10 @@ class DenseReference:
 
     def index_row(self, x: Tensor) -> Tensor:
         """Hadamard transform and fp4 round trip of index keys and queries."""
-        return fp4_round_trip(hadamard_transform(x)) if self.rounding else x
+        if not self.rounding:
+            return x
+        turned = hadamard_transform(x)
+        return StraightThrough.apply(turned, fp4_round_trip(turned.detach()))
 
     def selected(
         self, x: Tensor, q_latent: Tensor, turns: Tensor, visible: Tensor, name: str, ratio: int

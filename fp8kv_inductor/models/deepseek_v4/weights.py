@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 
 import torch
@@ -125,6 +126,12 @@ def load_safetensors(model: DeepseekV4, path: str | Path) -> None:
     for file in files:
         state_dict.update(load_file(file))
     load_weights(model, state_dict)
+
+
+def shipped_weights(config: ModelConfig) -> Path | None:
+    """The checkpoint of this model that comes with the package, None if there is none."""
+    path = Path(str(resources.files("fp8kv_inductor"))) / "data" / f"{config.name}.safetensors"
+    return path if path.exists() else None
 
 
 def save_safetensors(model: DeepseekV4, path: str | Path) -> None:
