@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -20,10 +21,10 @@ FLUSH_BYTES = 256 << 20
 REPLAYS = 20
 
 
-def header() -> dict[str, str]:
+def header(device: str = "cuda") -> dict[str, str]:
     """Device and versions, for the head of every table."""
     return {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "torch": torch.__version__,
         "triton": metadata.version("triton"),
     }
@@ -55,6 +56,32 @@ def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(calls))
     return statistics.median(times)
+
+
+def call_us(call: Callable[[], Any], device: str = "cuda") -> float:
+    """Microseconds from the first launch of a call to the end of its last kernel."""
+    if device != "cuda":
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e6
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def alternated(
+    measure: Callable[[str], float], names: Sequence[str], rounds: int
+) -> dict[str, float]:
+    """Medians of ``2 * rounds`` values each, measured in turn, every other time backwards."""
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name in (*names, *reversed(names)):
+            values[name].append(measure(name))
+    return {name: statistics.median(found) for name, found in values.items()}
 
 
 def copy_bandwidth(nbytes: int = 1 << 30) -> float:
@@ -100,7 +127,7 @@ def report(
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*map(_cell, row.values()))
-    Console(width=180).print(table)
+    Console(width=200).print(table)
     text = json.dumps({**head, "rows": rows}, indent=2) + "\n"
     if json_file is not None:
         json_file.write_text(text)

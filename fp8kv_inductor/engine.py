@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from fp8kv_inductor.budget import (
     window_pages_for,
 )
 from fp8kv_inductor.config import CacheConfig, ConfigError
+from fp8kv_inductor.graphs import CapturedStep
 from fp8kv_inductor.models.deepseek_v4 import DeepseekV4
 from fp8kv_inductor.page_table import PageTable
 from fp8kv_inductor.pools import KVPools
@@ -38,6 +40,7 @@ class Request:
         row: row of the page tables, -1 before admission.
         position: next position to run; everything before it is in the pools.
         output: tokens generated so far.
+        context: tokens that prefill runs: the prompt, and after a preemption the output so far.
     """
 
     prompt: list[int]
@@ -47,6 +50,10 @@ class Request:
     row: int = -1
     position: int = 0
     output: list[int] = field(default_factory=list)
+    context: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.context = self.prompt
 
     @property
     def stored_tokens(self) -> int:
@@ -61,6 +68,9 @@ class Request:
 
 Kind = Literal["prefill", "decode"]
 """A step runs a chunk of prompts, or one token of every running request."""
+
+CudaGraph = Literal["capture", "reduce-overhead"]
+"""How decode becomes a CUDA graph: captured by :class:`CapturedStep`, or by Inductor itself."""
 
 
 class StepResult(NamedTuple):
@@ -79,8 +89,10 @@ class Engine:
     """Runs a DSV4 model on the pools of one cache mode.
 
     A step is either a prefill chunk or a decode step, and prompts go first. A request is admitted,
-    in order of arrival, when a row and all pages up to its last token are there, so it always
-    runs to its end.
+    in order of arrival, when a row and the pages of its prompt are there, and takes further pages
+    while it decodes. When none is free, the youngest running request is preempted: its pages go to
+    the others, and it waits, first in line, until prefill can run its prompt and its output so far
+    again. The oldest one always runs on, so all come to their ends.
 
     Each rank of a tensor-parallel model has an engine. They get the same requests and budget in the
     same order, run the same steps, and sample the same tokens from the same logits.
@@ -90,6 +102,7 @@ class Engine:
         cache: its cache mode.
         plan: the pools that the budget holds.
         pages: which request holds which pages.
+        preemptions: how often a running request had to give its pages up.
     """
 
     def __init__(
@@ -102,6 +115,7 @@ class Engine:
         prefill_chunk: int = 512,
         compile: bool = True,
         compile_options: dict[str, Any] | None = None,
+        cuda_graph: CudaGraph | None = None,
     ) -> None:
         """Plan and allocate the pools, bind them to the model, wrap it for compilation.
 
@@ -116,10 +130,12 @@ class Engine:
             prefill_chunk: prompt tokens of one prefill step, of all its requests together.
             compile: False runs the model eagerly.
             compile_options: Inductor's, as for ``torch.compile(options=...)``.
+            cuda_graph: run decode as a CUDA graph, captured at its first step; prefill, whose
+                sizes change, never is one.
 
         Raises:
-            ConfigError: the budget does not hold one page, or the model has fewer than max_len
-                positions.
+            ConfigError: the budget does not hold one page, the model has fewer than max_len
+                positions, or the device cannot have the graph.
             ValueError: a limit is too small.
         """
         for name, value, least in (
@@ -135,15 +151,25 @@ class Engine:
                 f"found max_len={max_len}; {cache.model.name!r} has {cache.model.max_seq_len} "
                 "positions; lower max_len"
             )
+        if cuda_graph is not None and cache.device.type != "cuda":
+            raise ConfigError(
+                f"found cuda_graph={cuda_graph!r} on {cache.device}; needed: a CUDA device, or None"
+            )
+        if cuda_graph == "reduce-overhead" and not compile:
+            raise ConfigError(
+                "found cuda_graph='reduce-overhead' without compile; it is a mode of "
+                "torch.compile; use 'capture'"
+            )
         self.model = model
         self.cache = cache
         self.prefill_chunk = prefill_chunk
         self.plan = (
             budget
             if isinstance(budget, PoolPlan)
-            else _plan(cache, budget, max_batch, prefill_chunk)
+            else plan_pages(cache, budget, partial(window_pages, cache, max_batch, prefill_chunk))
         )
-        model.bind(KVPools(self.plan))
+        self._pools = KVPools(self.plan)
+        model.bind(self._pools)
         self._inputs = StepInputs(
             sorted({ratio for ratio in cache.model.compress_ratios if ratio}),
             max(prefill_chunk, max_batch),
@@ -153,7 +179,15 @@ class Engine:
         )
         self.pages = PageTable(self.plan, self._inputs.page_table, self._inputs.window_table)
         self._prefill = _step_function(model, "prefill", compile, compile_options)
+        if cuda_graph == "reduce-overhead":
+            compile_options = {**(compile_options or {}), "triton.cudagraphs": True}
         self._decode = _step_function(model, "decode", compile, compile_options)
+        self._capture = cuda_graph == "capture"
+        self._captured: CapturedStep | None = None
+        # The read chooses its splits, and so the scratch of a token, for the size that it is
+        # compiled at: the first chunk is padded to the largest.
+        self._first_prefill = compile
+        self.preemptions = 0
         self._requests: dict[int, Request] = {}
         self._waiting: deque[int] = deque()
         self._running: list[int] = []
@@ -222,10 +256,10 @@ class Engine:
             raise RuntimeError("no request is waiting or running; add_request first")
         self._admit()
         requests = {i: self._requests[i] for i in self._running}
-        prompts = {i: r for i, r in requests.items() if r.position < len(r.prompt)}
+        prompts = {i: r for i, r in requests.items() if r.position < len(r.context)}
         if prompts:
             return StepResult("prefill", self._prefill_step(prompts))
-        return StepResult("decode", self._decode_step(requests))
+        return StepResult("decode", self._decode_step(self._grown()))
 
     def generate(
         self,
@@ -292,7 +326,7 @@ class Engine:
         """Compile the graphs of these kinds by a step of nothing but padding each."""
         for kind in kinds:
             if kind == "prefill":
-                self._run_prefill([], [], self.prefill_chunk)
+                self._run_prefill([], [])
             else:
                 self._run_decode([])
 
@@ -309,11 +343,33 @@ class Engine:
     def _admit(self) -> None:
         while self._waiting:
             request = self._requests[self._waiting[0]]
-            row = self.pages.admit(request.stored_tokens)
+            tokens = request.stored_tokens
+            # One more than prefill stores, or its work could be lost to the first decode step.
+            row = self.pages.admit(tokens, min(len(request.context) + 1, tokens))
             if row is None:
                 return
             request.row = row
             self._running.append(self._waiting.popleft())
+
+    def _grown(self) -> dict[int, Request]:
+        """The running requests, each with a page for its next token; the youngest may give way."""
+        grown: dict[int, Request] = {}
+        while len(grown) < len(self._running):
+            request_id = self._running[len(grown)]
+            request = self._requests[request_id]
+            if self.pages.grow(request.row, request.position + 1):
+                grown[request_id] = request
+            else:
+                self._preempt(self._running.pop())
+        return grown
+
+    def _preempt(self, request_id: int) -> None:
+        request = self._requests[request_id]
+        self.pages.release(request.row)
+        request.row, request.position = -1, 0
+        request.context = request.prompt + request.output
+        self._waiting.appendleft(request_id)
+        self.preemptions += 1
 
     def _prefill_step(self, prompts: dict[int, Request]) -> dict[int, int]:
         segments: list[Segment] = []
@@ -322,11 +378,11 @@ class Engine:
         room = self.prefill_chunk
         for request_id, request in prompts.items():
             start = request.position
-            end = self.pages.extend(request.row, start, min(len(request.prompt), start + room))
-            segments.append(Segment(request.row, start, request.prompt[start:end]))
+            end = self.pages.extend(request.row, start, min(len(request.context), start + room))
+            segments.append(Segment(request.row, start, request.context[start:end]))
             request.position = end
             room -= end - start
-            if end == len(request.prompt):
+            if end == len(request.context):
                 complete[request_id] = request
                 last.append(self.prefill_chunk - room - 1)
             if not room:
@@ -366,10 +422,19 @@ class Engine:
                 self._running.remove(request_id)
         return tokens
 
+    def _check_pools(self) -> None:
+        if self.model.pools is not self._pools:
+            raise RuntimeError(
+                "found the model bound to other pools than this engine's; its page tables and its "
+                "captured graphs belong to the pools that it made; make a new Engine instead of "
+                "rebuilding them"
+            )
+
     @torch.no_grad()
-    def _run_prefill(
-        self, segments: Sequence[Segment], last: Sequence[int], size: int = MIN_SIZE
-    ) -> Tensor:
+    def _run_prefill(self, segments: Sequence[Segment], last: Sequence[int]) -> Tensor:
+        self._check_pools()
+        size = self.prefill_chunk if self._first_prefill else MIN_SIZE
+        self._first_prefill = False
         batch = self._inputs.prefill(segments, last, size)
         per_token = (batch.tokens, batch.positions, batch.request, batch.offset, batch.remaining)
         for tensor in (*per_token, *batch.closing.values(), batch.last):
@@ -378,20 +443,18 @@ class Engine:
 
     @torch.no_grad()
     def _run_decode(self, segments: Sequence[Segment]) -> Tensor:
-        return self._decode(self._inputs.decode(segments))
+        self._check_pools()
+        if self._capture and self._captured is None:
+            # Of padding, which stores nothing: the warm-up runs the step more than once.
+            self._captured = CapturedStep(self._decode, self.model, self._inputs.decode([]))
+        return (self._captured or self._decode)(self._inputs.decode(segments))
 
 
-def _plan(cache: CacheConfig, budget: int, max_batch: int, prefill_chunk: int) -> PoolPlan:
-    """The largest plan whose window pages also let a full batch decode while a chunk runs."""
-    model = cache.model
-    lookback = lookback_pages(model.window_size, cache.page_size)
+def window_pages(cache: CacheConfig, max_batch: int, prefill_chunk: int, num_pages: int) -> int:
+    """Window pages beside ``num_pages``: they also let a full batch decode while a chunk runs."""
+    lookback = lookback_pages(cache.model.window_size, cache.page_size)
     wanted = max_batch * lookback + -(-prefill_chunk // cache.page_size)
-
-    def window_pages(num_pages: int) -> int:
-        share = window_pages_for(num_pages, WINDOW_RATIO)
-        return max(share, min(wanted, num_pages))
-
-    return plan_pages(cache, budget, window_pages)
+    return max(window_pages_for(num_pages, WINDOW_RATIO), min(wanted, num_pages))
 
 
 def _step_function(

@@ -1,8 +1,8 @@
 """Which pages belong to which request: free lists and the two tables that the model reads.
 
-Host side only. A request holds all its full-history pages from admission to its end. Of window
-pages it holds those that a coming position can still look back to; older ones return to the free
-list while it runs.
+Host side only. A request holds the full-history pages of all its tokens so far. Of window pages it
+holds those that a coming position can still look back to; older ones return to the free list while
+it runs.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Holding:
 class PageTable:
     """Pages of up to R requests of up to P pages each.
 
-    Admission reserves what a request needs to run to its end, so nothing is ever preempted: all
-    its full-history pages, and the window pages that its lookback can touch. A prefill chunk may
-    hold more window pages for one step; those come from what nobody has reserved.
+    Admission takes the full-history pages that a request starts with; it grows by more, as long as
+    some are free. The window pages that its lookback can touch are reserved to its end. A prefill
+    chunk may hold more window pages for one step; those come from what nobody has reserved.
 
     Attributes:
         page_table: `[R, P]` int64 host tensor, full-history pages, -1 where there is none.
@@ -118,9 +118,15 @@ class PageTable:
                     f"{remedy} or shorten the request"
                 )
 
-    def admit(self, tokens: int) -> int | None:
-        """Reserve a row and the pages of a request of ``tokens`` tokens; None if it must wait."""
-        pages, reserved = self.pages_for(tokens), self.reserve_for(tokens)
+    def admit(self, tokens: int, first: int | None = None) -> int | None:
+        """A row, and pages for the ``first`` of a request's tokens; None if it must wait.
+
+        Args:
+            tokens: of the whole request; its window pages are reserved.
+            first: tokens that get their full-history pages at once; by default all.
+        """
+        pages = self.pages_for(tokens if first is None else first)
+        reserved = self.reserve_for(tokens)
         if not self._idle_rows or pages > len(self.full) or reserved > self._unreserved():
             return None
         row = self._idle_rows.pop()
@@ -128,6 +134,18 @@ class PageTable:
         self._holdings[row] = holding
         self.page_table[row, :pages] = torch.tensor(holding.full)
         return row
+
+    def grow(self, row: int, end: int) -> bool:
+        """Take full-history pages up to position ``end - 1``; False if too few are free."""
+        full = self._holdings[row].full
+        missing = self.pages_for(end) - len(full)
+        if missing > len(self.full):
+            return False
+        if missing > 0:
+            pages = self.full.take(missing)
+            self.page_table[row, len(full) : len(full) + missing] = torch.tensor(pages)
+            full += pages
+        return True
 
     def extend(self, row: int, start: int, end: int) -> int:
         """Give a request window pages for its positions ``start .. end - 1``, as far as they go.

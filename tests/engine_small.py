@@ -28,11 +28,18 @@ SMALL = replace(
 ONE_LAYER = replace(SMALL, name="one-layer", compress_ratios=(0,))
 
 
-def make_model(config=SMALL, kv_cache_dtype="auto", rounding=True, parallel=SINGLE, device="cpu"):
-    """In fp32, with the same weights each time."""
+def make_model(
+    config=SMALL,
+    kv_cache_dtype="auto",
+    rounding=True,
+    parallel=SINGLE,
+    device="cpu",
+    dtype=torch.float32,
+):
+    """With the same weights each time."""
     cache = CacheConfig.resolve(config, kv_cache_dtype, device)
-    model = DeepseekV4(cache, torch.float32, rounding, parallel)
-    load_weights(model, random_weights(config, 0, torch.float32))
+    model = DeepseekV4(cache, dtype, rounding, parallel)
+    load_weights(model, random_weights(config, 0, dtype))
     return model
 
 
@@ -46,15 +53,19 @@ def make_engine(
     max_len=640,
     prefill_chunk=200,
     parallel=SINGLE,
+    device="cpu",
+    dtype=torch.float32,
+    cuda_graph=None,
 ):
     return Engine(
-        make_model(config, kv_cache_dtype, rounding, parallel),
+        make_model(config, kv_cache_dtype, rounding, parallel, device, dtype),
         budget,
         max_batch=max_batch,
         max_len=max_len,
         prefill_chunk=prefill_chunk,
         compile=compile,
-        compile_options=CPU_OPTIONS if compile else None,
+        compile_options=CPU_OPTIONS if compile and device == "cpu" else None,
+        cuda_graph=cuda_graph,
     )
 
 

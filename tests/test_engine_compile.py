@@ -1,5 +1,7 @@
 """Compiled engines: one graph for prefill, one for decode, whatever the requests do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_small import ONE_LAYER, assert_idle, make_engine, oracle, some_tokens
@@ -48,10 +50,48 @@ def test_nothing_recompiles_while_requests_come_and_go(compiled):
     assert_idle(engine)
 
 
+def test_nothing_recompiles_when_requests_are_preempted(compiled):
+    engine, _ = compiled
+    prompts = [some_tokens(count, count) for count in (120, 116, 250)]
+    before, others = engine.preemptions, engine.pages.full.take(len(engine.pages.full) - 4)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        scarce = engine.generate(prompts, 16)
+        assert engine.preemptions > before
+        engine.pages.full.give(others)
+        assert engine.generate(prompts, 16) == scarce
+    assert_idle(engine)
+
+
+def test_the_first_chunk_has_the_largest_size():
+    """The read's splits, which cost scratch per token, are chosen for the size compiled at."""
+    for compile, sizes in ((True, [200, 3, 7]), (False, [2, 3, 7])):
+        engine, seen = make_engine(config=ONE_LAYER, compile=compile), []
+        engine._prefill = lambda batch, engine=engine, seen=seen: (
+            seen.append(len(batch.tokens)) or engine.model(batch)
+        )
+        for count in (1, 3, 7):
+            engine.generate([some_tokens(count)], 1)
+        assert seen == sizes
+
+
 def test_compiled_logits_are_the_dense_references(compiled):
     tokens = some_tokens(301)
     expected, bound = oracle(tokens, "bf16", rounding=False)
     assert (compiled[0].score(tokens) - expected).abs().max() <= bound
+
+
+@pytest.mark.slow
+def test_many_experts_make_two_graphs_of_prefill():
+    """One that computes all experts and one for few tokens, which gathers those they choose."""
+    many = replace(ONE_LAYER, name="many-experts", n_routed_experts=32)
+    engine = make_engine(config=many, compile=True, rounding=False)
+    graphs = counters["stats"]["unique_graphs"]
+    engine.warm_up(["prefill"])
+    engine.score(some_tokens(3))
+    assert counters["stats"]["unique_graphs"] == graphs + 2
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for count in (1, 2, 15, 16, 17, 200, 203, 399):
+            assert engine.score(some_tokens(count)).isfinite().all()
 
 
 @pytest.mark.slow

@@ -9,12 +9,15 @@ from fp8kv_inductor.formats import get_format
 from fp8kv_inductor.model_config import TINY, V4_FLASH, V4_PRO, ModelConfig
 from fp8kv_inductor.models.deepseek_v4 import (
     DeepseekV4,
+    draw_weights,
     load_safetensors,
     load_weights,
     random_weights,
     reference_weights,
     save_safetensors,
 )
+from fp8kv_inductor.models.deepseek_v4.weights import shard_axis
+from fp8kv_inductor.parallel import SINGLE, Parallel
 
 
 def model_on(device: str, config: ModelConfig = TINY, dtype=torch.bfloat16) -> DeepseekV4:
@@ -176,3 +179,29 @@ def test_one_error_names_all_problems(weights):
     assert "1 unknown (layers.0.attn.wq_a.scale)" in message
     assert "norm.weight (7,), needed (128,)" in message
     assert torch.equal(model.norm.weight, weights["norm.weight"]), "a failed load changes nothing"
+
+
+def drawn(seed: int, parallel: Parallel = SINGLE) -> dict[str, torch.Tensor]:
+    cache = CacheConfig(TINY, "auto", torch.device("cpu"), get_format("bf16"))
+    model = DeepseekV4(cache, parallel=parallel)
+    for tensor in model.state_dict().values():
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+    draw_weights(model, seed)
+    return reference_weights(model)
+
+
+def test_drawn_weights_fill_the_model_alike_for_the_same_seed(weights):
+    first, again, other = drawn(3), drawn(3), drawn(4)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name]) and not torch.equal(tensor, other[name])
+        assert tensor.isfinite().all()
+        # Of the same size as those that random_weights makes.
+        if tensor.is_floating_point() and tensor.numel() > 1000:
+            expected = weights[name].float().std().item()
+            assert tensor.float().std().item() == pytest.approx(expected, rel=0.2)
+
+
+def test_ranks_draw_the_same_whole_weights_and_other_shards():
+    ranks = [drawn(3, Parallel(rank, 2)) for rank in range(2)]
+    for name, tensor in ranks[0].items():
+        assert torch.equal(tensor, ranks[1][name]) == (shard_axis(name) is None)

@@ -19,14 +19,16 @@ def make_table(num_pages, window_pages, rows=4, columns=8):
 
 
 def check_invariants(table, live):
-    """``live``: row -> (next position, tokens), requests between two steps."""
+    """``live``: row -> (next position, tokens, of them with pages), between two steps."""
     for host, free in ((table.page_table, table.full), (table.window_table, table.window)):
         held = host[host >= 0].tolist()
         assert len(held) == len(set(held)), "a page has two owners"
         assert len(held) + len(free) == free.size, "a page got lost"
     for row in range(table.page_table.shape[0]):
-        position, tokens = live.get(row, (0, 0))
-        assert (table.page_table[row] >= 0).sum() == table.pages_for(tokens)
+        position, tokens, paged = live.get(row, (0, 0, 0))
+        pages = table.pages_for(paged)
+        assert (table.page_table[row, :pages] >= 0).all()
+        assert (table.page_table[row, pages:] == -1).all()
         stored = range(max(0, position - table.lookback + 1), position)
         wanted = {p // PAGE_SIZE for p in stored}
         held = set(torch.nonzero(table.window_table[row] >= 0).flatten().tolist())
@@ -43,25 +45,32 @@ def test_pages_have_one_owner_and_come_back(data, num_pages, window_pages):
         action = data.draw(st.sampled_from(("admit", "step", "step", "step", "release")))
         if action == "admit":
             tokens = data.draw(st.integers(1, 8 * PAGE_SIZE))
-            row = table.admit(tokens)
+            first = data.draw(st.integers(1, tokens))
+            row = table.admit(tokens, first)
             if row is not None:
                 assert row not in live
-                live[row] = (0, tokens)
+                live[row] = (0, tokens, first)
         elif action == "release" and live:
             row = data.draw(st.sampled_from(sorted(live)))
             table.release(row)
             del live[row]
         elif action == "step":
-            for row, (position, tokens) in live.items():
+            for row, (position, tokens, paged) in live.items():
                 if position == tokens:
                     continue
                 wanted = data.draw(st.integers(position + 1, tokens))
+                missing = table.pages_for(wanted) - table.pages_for(paged)
+                fits = missing <= len(table.full)
+                assert table.grow(row, wanted) == fits
+                if not fits:
+                    continue
+                paged = max(paged, wanted)
                 end = table.extend(row, position, wanted)
                 assert position < end <= wanted, "an admitted request is stuck"
                 columns = range(position // PAGE_SIZE, table.pages_for(end))
                 assert all(table.window_table[row, column] >= 0 for column in columns)
-                live[row] = (end, tokens)
-            for row, (position, _) in live.items():
+                live[row] = (end, tokens, paged)
+            for row, (position, _, _) in live.items():
                 table.slide(row, position)
         check_invariants(table, live)
     for row in live:
@@ -95,6 +104,17 @@ def test_a_chunk_takes_only_window_pages_that_nobody_reserved():
     assert table.extend(first, 0, 6 * PAGE_SIZE) == 3 * PAGE_SIZE
     assert table.extend(second, 0, 6 * PAGE_SIZE) == 2 * PAGE_SIZE
     assert len(table.window) == 0
+
+
+def test_growth_takes_pages_as_long_as_some_are_free():
+    table = make_table(num_pages=3, window_pages=4)
+    first, second = table.admit(3 * PAGE_SIZE, 1), table.admit(3 * PAGE_SIZE, PAGE_SIZE)
+    assert table.grow(first, PAGE_SIZE) and len(table.full) == 1, "within the page that it has"
+    assert table.grow(first, PAGE_SIZE + 1) and len(table.full) == 0
+    assert not table.grow(second, PAGE_SIZE + 1)
+    assert (table.page_table[second] >= 0).sum() == 1
+    table.release(first)
+    assert table.grow(second, 3 * PAGE_SIZE) and len(table.full) == 0
 
 
 def test_admission_waits_for_rows_full_and_window_pages():

@@ -2,6 +2,7 @@
 
 from fp8kv_inductor.models.deepseek_v4.model import DeepseekV4
 from fp8kv_inductor.models.deepseek_v4.weights import (
+    draw_weights,
     load_safetensors,
     load_weights,
     random_weights,
@@ -12,6 +13,7 @@ from fp8kv_inductor.models.deepseek_v4.weights import (
 
 __all__ = [
     "DeepseekV4",
+    "draw_weights",
     "load_safetensors",
     "load_weights",
     "random_weights",

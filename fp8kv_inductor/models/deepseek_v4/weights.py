@@ -162,20 +162,44 @@ def random_weights(
     """
     meta = CacheConfig(config, "auto", torch.device("meta"), get_format("bf16"))
     generator = torch.Generator().manual_seed(seed)
-
-    def initial(name: str, target: Tensor) -> Tensor:
-        leaf = name.rpartition(".")[2]
-        if leaf == "tid2eid":
-            order = torch.rand(target.shape[0], config.n_routed_experts, generator=generator)
-            return order.topk(target.shape[1], -1).indices
-        value = torch.randn(target.shape, generator=generator)
-        if name.endswith("norm.weight") or leaf.endswith("_scale"):
-            return 1 + 0.1 * value
-        if leaf.endswith("_base") or leaf in ("ape", "bias"):
-            return 0.3 * value
-        if leaf == "attn_sink" or name == "embed.weight":
-            return value
-        return value * target.shape[-1] ** -0.5
-
     targets = reference_weights(DeepseekV4(meta, dtype))
-    return {name: initial(name, target).to(target.dtype) for name, target in targets.items()}
+    return {
+        name: _drawn(name, target.shape, target.shape[-1], config, generator).to(target.dtype)
+        for name, target in targets.items()
+    }
+
+
+@torch.no_grad()
+def draw_weights(model: DeepseekV4, seed: int) -> None:
+    """Fill a model with such weights on its own device, where billions of them take seconds.
+
+    Ranks agree on the weights that each of them has whole.
+    """
+    device, parallel = model.cache.device, model.parallel
+    common, own = (
+        torch.Generator(device).manual_seed(seed + stride) for stride in (0, 1 + parallel.rank)
+    )
+    for name, target in reference_weights(model).items():
+        n_in = whole_shape(name, target, parallel)[-1]
+        generator = common if shard_axis(name) is None else own
+        target.copy_(_drawn(name, target.shape, n_in, model.config, generator))
+
+
+def _drawn(
+    name: str, shape: torch.Size, n_in: int, config: ModelConfig, generator: torch.Generator
+) -> Tensor:
+    """A weight of this reference name, on the generator's device; ``n_in`` of a linear layer."""
+    leaf = name.rpartition(".")[2]
+    device = generator.device
+    if leaf == "tid2eid":
+        experts = config.n_routed_experts
+        order = torch.rand(shape[0], experts, generator=generator, device=device)
+        return order.topk(shape[1], -1).indices
+    value = torch.randn(shape, generator=generator, device=device)
+    if name.endswith("norm.weight") or leaf.endswith("_scale"):
+        return 1 + 0.1 * value
+    if leaf.endswith("_base") or leaf in ("ape", "bias"):
+        return 0.3 * value
+    if leaf == "attn_sink" or name == "embed.weight":
+        return value
+    return value * n_in**-0.5
