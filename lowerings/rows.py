@@ -174,8 +174,11 @@ def _is_realized(x: TensorBox) -> bool:
 def _group_loader(x: TensorBox) -> Loader:
     """A loader whose index may come from :func:`block.group_index`."""
     loops = getattr(x.data, "data", None)
-    fits = isinstance(loops, ir.Pointwise) and not (
-        WHOLE_TILE_OPS & set(loops.inner_fn_opcount().used_ops)
+    # In a graph of one token, what it loads by token has no index, and the shape of the whole tile.
+    fits = (
+        isinstance(loops, ir.Pointwise)
+        and x.get_size()[0] != 1
+        and not WHOLE_TILE_OPS & set(loops.inner_fn_opcount().used_ops)
     )
     if not fits:
         x.realize()

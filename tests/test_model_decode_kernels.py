@@ -84,3 +84,10 @@ fp8kv_read
 poi sparse_attention
 poi""",
     )
+
+
+def test_a_single_token_is_compiled():
+    """What a graph of one token loads by token has no index, unlike in every other graph."""
+    with torch.no_grad():
+        code = cuda_source(DecodeLayer("fp8_e4m3", 4), decode_inputs(1))
+    assert "fp8kv_read" in launches(code.wrapper)
