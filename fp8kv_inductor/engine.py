@@ -316,7 +316,7 @@ class Engine:
             end = self.pages.extend(row, position, end)
             segment = Segment(row, position, list(tokens[position:end]))
             count = end - position
-            logits.append(self._run_prefill([segment], range(count))[:count].cpu())
+            logits.append(self.run_prefill([segment], range(count))[:count].cpu())
             position = end
             self.pages.slide(row, position)
         self.pages.release(row)
@@ -326,9 +326,9 @@ class Engine:
         """Compile the graphs of these kinds by a step of nothing but padding each."""
         for kind in kinds:
             if kind == "prefill":
-                self._run_prefill([], [])
+                self.run_prefill([], [])
             else:
-                self._run_decode([])
+                self.run_decode([])
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         vocab_size = self.cache.model.vocab_size
@@ -387,7 +387,7 @@ class Engine:
                 last.append(self.prefill_chunk - room - 1)
             if not room:
                 break
-        logits = self._run_prefill(segments, last)
+        logits = self.run_prefill(segments, last)
         for request in prompts.values():
             self.pages.slide(request.row, request.position)
         return self._sample(logits, dict(enumerate(complete)))
@@ -398,7 +398,7 @@ class Engine:
             self.pages.extend(request.row, request.position, request.position + 1)
             segments.append(Segment(request.row, request.position, request.output[-1:]))
             request.position += 1
-        logits = self._run_decode(segments)
+        logits = self.run_decode(segments)
         for request in requests.values():
             self.pages.slide(request.row, request.position)
         return self._sample(logits, {request.row: i for i, request in requests.items()})
@@ -431,7 +431,14 @@ class Engine:
             )
 
     @torch.no_grad()
-    def _run_prefill(self, segments: Sequence[Segment], last: Sequence[int]) -> Tensor:
+    def run_prefill(self, segments: Sequence[Segment], last: Sequence[int]) -> Tensor:
+        """One prefill step of a caller that schedules by itself; arguments as in ``StepInputs``.
+
+        The caller admits rows of :attr:`pages`, extends them before a step and slides them after.
+
+        Returns:
+            `[max(len(last), 2), V]` logits of the tokens ``last``, then of padding.
+        """
         self._check_pools()
         size = self.prefill_chunk if self._first_prefill else MIN_SIZE
         self._first_prefill = False
@@ -442,7 +449,8 @@ class Engine:
         return self._prefill(batch)
 
     @torch.no_grad()
-    def _run_decode(self, segments: Sequence[Segment]) -> Tensor:
+    def run_decode(self, segments: Sequence[Segment]) -> Tensor:
+        """One decode step of a caller that schedules by itself; logits `[R, V]` by row."""
         self._check_pools()
         if self._capture and self._captured is None:
             # Of padding, which stores nothing: the warm-up runs the step more than once.
