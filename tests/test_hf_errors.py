@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hf_small import CONFIG, free_rows, hf, make_model, patched, some_tokens, transformers
+from hf_small import CONFIG, free_rows, hf, make_model, patched, some_tokens
 
 from fp8kv_inductor.config import ConfigError
 
@@ -70,7 +70,7 @@ def test_caches(model):
         lambda: cache.reorder_cache(torch.tensor([1, 0])),
         lambda: cache.batch_repeat_interleave(2),
     ):
-        with pytest.raises(NotImplementedError, match="beam search.*needed: greedy"):
+        with pytest.raises(NotImplementedError, match=r"beam search.*needed: greedy"):
             call()
     assert cache.get_seq_length() == 6
     with pytest.raises(ValueError, match="cache of another patched model"):
@@ -92,6 +92,12 @@ def changed(**values):
     return model
 
 
+def quantized():
+    model = make_model()
+    model.is_quantized = True  # As transformers' quantizers mark theirs.
+    return model
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "attention_factor": 1.2}
 
 
@@ -105,6 +111,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "attention_factor
             lambda: changed(rope_parameters={"main": YARN, "compress": YARN}),
             "found main attention_factor=1.2, needed: 1.0",
         ),
+        (lambda: quantized(), "found quantized weights; needed: bf16 or fp32"),
+        (lambda: make_model(torch.float16), "found torch.float16 weights; needed: bf16 or fp32"),
         (lambda: changed(index_n_heads=16), "weights are not those that its configuration"),
         (lambda: make_model().to("meta"), "needs.*'cuda' or 'cpu'"),
     ],
@@ -126,4 +134,3 @@ def test_a_loop_over_experts_cannot_be_compiled():
 def test_unpatch_needs_a_patched_model():
     with pytest.raises(ValueError, match="needed: a patched one"):
         hf.unpatch(make_model())
-    assert transformers.__version__

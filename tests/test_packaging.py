@@ -1,7 +1,10 @@
 """The wheel holds the whole tree, and the lowerings load from a wheel and from a bare checkout."""
 
+import os
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -56,6 +59,50 @@ def test_lowerings_load_from_an_unpacked_wheel(wheel, tmp_path):
     result = run(LOAD, tmp_path, tmp_path)
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()) == tmp_path / "fp8kv_inductor/lowerings/__init__.py"
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """Python of an environment where pip installed the wheel.
+
+    The dependencies are lent from this environment, behind its own packages: no network here.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "lent.pth").write_text(sysconfig.get_path("purelib"))
+    return python
+
+
+def test_the_installed_command_runs_the_installed_package(installed, tmp_path):
+    command = [installed.with_name("fp8kv"), "plan", "--model", "v4-flash", "--vram", "48GiB"]
+    where = "import fp8kv_inductor.integrations.engine as it; print(it.__file__)"
+    found = []
+    for line in ([*command, "--tp", "2"], [installed, "-c", where]):
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        result = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        found.append(result.stdout)
+    assert "fp8_e4m3" in found[0]
+    assert Path(found[1].strip()).is_relative_to(installed.parent.parent)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [("", None), ("plan_pages(tiny, budget='4 MiB')", '"plan_pages" has incompatible type "str"')],
+)
+def test_types_reach_a_user_of_the_wheel(installed, tmp_path, line, error):
+    """An example as a user's file; without py.typed both would fail on the import."""
+    example = (ROOT / "examples" / "plan_capacity.py").read_text()
+    (tmp_path / "user.py").write_text(f"{example}\n\ntiny = CacheConfig.resolve('tiny')\n{line}\n")
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*]\nfollow_imports = skip\n")
+    mypy = [sys.executable, "-m", "mypy", "--python-executable", str(installed), "user.py"]
+    result = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode == 0) == (error is None), result.stdout
+    assert (error or "no issues found") in result.stdout
 
 
 def test_lowerings_load_from_a_bare_checkout(tmp_path):

@@ -1,4 +1,4 @@
-"""transformers' DeepSeek-V4 on paged pools: ``patch(model, ...)``, and back with ``unpatch(model)``.
+"""transformers' DeepSeek-V4 on paged pools: ``patch(model, ...)`` and back: ``unpatch(model)``.
 
 ``model.forward`` becomes a step of our graph (``models/deepseek_v4``) over the parameters of
 transformers' modules; tokenizers, ``generate()`` and sampling stay transformers'. Parameters are
@@ -122,7 +122,7 @@ def patch(
     each; do not wrap the model in ``torch.compile`` yourself.
 
     Args:
-        model: of transformers, bf16, fp16 or fp32 weights on one device. Weights written in place
+        model: of transformers, bf16 or fp32 weights on one device. Weights written in place
             after this call are seen, but for those that are copied (see above).
         kv_cache_dtype: a key of ``config.KV_CACHE_DTYPES``.
         max_batch: sequences that caches hold at the same time, all caches together.
@@ -328,8 +328,8 @@ class PooledForward:
                 free = len(pooled.rows)
                 pooled.reset()
                 raise ValueError(
-                    f"found {len(tokens)} sequences and room for {free}; drop or reset() the caches "
-                    "of earlier calls, or patch with a larger max_batch"
+                    f"found {len(tokens)} sequences and room for {free}; drop or reset() the "
+                    "caches of earlier calls, or patch with a larger max_batch"
                 )
             pooled.rows.append(row)
         pooled.positions = [0] * len(tokens)
@@ -428,8 +428,8 @@ def _check_positions(
         needed = list(range(start, start + len(new)))
         if new and given[-len(new) :] != needed:
             raise ValueError(
-                f"found position_ids {given[-len(new)]} .. {given[-1]} for {len(new)} tokens behind "
-                f"{start} others; needed: {needed[0]} .. {needed[-1]}, or position_ids=None"
+                f"found position_ids {given[-len(new)]} .. {given[-1]} for {len(new)} tokens "
+                f"behind {start} others; needed: {needed[0]} .. {needed[-1]}, or position_ids=None"
             )
 
 
@@ -451,10 +451,11 @@ def _check(model: DeepseekV4ForCausalLM, compile: bool) -> None:
             "found a model whose forward is replaced already, by patch() or by hooks; needed: an "
             "unpatched model that was loaded onto one device"
         )
-    if getattr(model, "is_quantized", False):
+    kind = "quantized" if getattr(model, "is_quantized", False) else model.dtype
+    if kind not in (torch.bfloat16, torch.float32):
         raise ConfigError(
-            "found quantized weights; needed: bf16, fp16 or fp32, e.g. by "
-            "from_pretrained(..., quantization_config=...(dequantize=True))"
+            f"found {kind} weights; needed: bf16 or fp32, e.g. "
+            "from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True))"
         )
     config = model.config
     wrong = [
@@ -483,7 +484,8 @@ def _shared_graph(model: DeepseekV4ForCausalLM, cache: CacheConfig, rounding: bo
     graph = DeepseekV4(dataclasses.replace(cache, device=meta), model.dtype, rounding)
     graph.cache = cache
     graph.rotary = Rotary(cache.model, cache.device)
-    for block in graph.layers:
+    blocks: list[Any] = list(graph.layers)
+    for block in blocks:
         block.ffn.experts = nn.Module()
         if block.attn.indexer is not None:
             matrix = hadamard(cache.model.index_head_dim)
@@ -510,6 +512,6 @@ def _shared_graph(model: DeepseekV4ForCausalLM, cache: CacheConfig, rounding: bo
             f"found a {type(model).__name__} whose weights are not those that its configuration "
             f"says: {error}"
         ) from error
-    for block, layer in zip(graph.layers, model.model.layers, strict=True):
+    for block, layer in zip(blocks, model.model.layers, strict=True):
         block.ffn.experts = layer.mlp.experts
     return graph
