@@ -54,10 +54,15 @@ def oracle(tokens, kv_format, rounding=False):
     return exact, 2 * worst(expected, exact)
 
 
+def empty_cache(model):
+    """The argument that ``generate()`` starts with; a patched model replaces it by its own."""
+    return {hf.OUTPUT_FIELD: transformers.DynamicCache(config=model.config)}
+
+
 @torch.no_grad()
 def decode(model, tokens, prompt):
     """Logits `[B, T, V]`: ``prompt`` columns at once, then one by one."""
-    output = model(tokens[:, :prompt], use_cache=True)
+    output = model(tokens[:, :prompt], use_cache=True, **empty_cache(model))
     logits = [output.logits]
     for column in range(prompt, tokens.shape[1]):
         cache = {hf.OUTPUT_FIELD: output[hf.OUTPUT_FIELD]}

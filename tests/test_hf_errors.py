@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hf_small import CONFIG, free_rows, hf, make_model, patched, some_tokens
+from hf_small import CONFIG, empty_cache, free_rows, hf, make_model, patched, some_tokens
 
 from fp8kv_inductor.config import ConfigError
 
@@ -30,7 +30,8 @@ def mask(*rows):
         ({"labels": TOKENS}, "found labels"),
         ({"output_hidden_states": True, "output_attentions": True}, "output_attentions, output_h"),
         ({"attention_mask": torch.ones(2, 5)}, r"attention_mask \(2, 5\); needed.*6 tokens"),
-        ({"attention_mask": torch.ones(2, 1, 6, 6)}, "attention_mask"),
+        ({"attention_mask": torch.ones(2, 1, 6, 6)}, r"attention_mask \(2, 1, 6, 6\)"),
+        ({"attention_mask": {"sliding_attention": None}}, "attention_mask as dict"),
         ({"attention_mask": mask([1] * 6, [1, 1, 1, 1, 1, 0])}, "padding on the left"),
         ({"attention_mask": mask([1] * 6, [0, 1, 1, 0, 1, 1])}, "padding on the left"),
         ({"position_ids": torch.arange(6)[None] + 1}, r"position_ids 1 \.\. 6.*needed: 0 \.\. 5"),
@@ -75,7 +76,9 @@ def test_caches(model):
     assert cache.get_seq_length() == 6
     with pytest.raises(ValueError, match="cache of another patched model"):
         patched(max_batch=2, max_len=20)(TOKENS, cache=cache)
-    filled = make_model()(TOKENS, use_cache=True)[hf.OUTPUT_FIELD]
+    filled = empty_cache(make_model())
+    make_model()(TOKENS, **filled)
+    (filled,) = filled.values()
     with pytest.raises(ValueError, match=r"found a DynamicCache of 6 tokens; needed: the cache"):
         model(TOKENS, cache=filled)
 

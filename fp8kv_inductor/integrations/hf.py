@@ -401,10 +401,11 @@ def _new_tokens(
     if mask is None:
         return ids
     batch, new = input_ids.shape
-    if mask.shape != (batch, columns + new):
+    if not isinstance(mask, Tensor) or mask.shape != (batch, columns + new):
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else f"as {type(mask).__name__}"
         raise ValueError(
-            f"found an attention_mask {tuple(mask.shape)}; needed: one entry for each of the "
-            f"{columns + new} tokens so far of {batch} sequences, or None"
+            f"found an attention_mask {found}; needed: one entry for each of the {columns + new} "
+            f"tokens so far of {batch} sequences, or None"
         )
     tokens = []
     for row, live, start in zip(ids, mask[:, -new:].bool().tolist(), stored, strict=True):
