@@ -113,7 +113,7 @@ def test_a_replay_of_padding_writes_nothing():
 def test_the_next_replay_overwrites_the_logits():
     """The documented rule: copy what you keep."""
     engine = cuda_engine("capture")
-    results = [engine._run_decode([]) for _ in range(2)]
+    results = [engine.run_decode([]) for _ in range(2)]
     assert results[0].data_ptr() == results[1].data_ptr()
 
 

@@ -125,6 +125,19 @@ def test_models(make, message):
         hf.patch(make(), max_batch=1, max_len=128)
 
 
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_batch": 0}, "found max_batch=0"),
+        ({"max_len": 1 << 20}, "found max_len=1048576.*has 4096 positions"),
+        ({"kv_cache_dtype": "int4"}, "found kv_cache_dtype='int4'; needed: one of"),
+    ],
+)
+def test_limits(limits, message):
+    with pytest.raises(ValueError, match=message):
+        hf.patch(make_model(), **({"max_batch": 1, "max_len": 128} | limits))
+
+
 def test_a_loop_over_experts_cannot_be_compiled():
     model = make_model()
     model.set_experts_implementation("eager")

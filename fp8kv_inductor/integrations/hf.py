@@ -83,18 +83,17 @@ RENAMED = [
         (r"input_layernorm", "attn_norm"),
         (r"post_attention_layernorm", "ffn_norm"),
         (r"self_attn", "attn"),
-        (r"indexer\.(scorer\.)?weights_proj", "indexer.weights"),
-        (r"indexer\.(?=kv_|gate_|position)", "indexer.compressor."),
-        (r"compressor\.indexer", "indexer"),
-        (r"compressor\.kv_norm", "compressor.norm"),
-        (r"compressor\.kv_proj", "compressor.wkv"),
-        (r"position_bias", "ape"),
         (r"sinks", "attn_sink"),
-        (r"attn\.kv_proj", "attn.wkv"),
         (r"q_a_norm", "q_norm"),
         (r"([qo])_([ab])_proj", r"w\1_\2"),
-        (r"indexer\.weights\.", "indexer.weights_proj."),
-        (r"^(.*)\.mlp\.", r"\1.ffn."),
+        (r"compressor\.indexer", "indexer"),
+        (r"indexer\.scorer", "indexer"),
+        (r"indexer\.(?=kv_|gate_|position)", "indexer.compressor."),
+        (r"compressor\.kv_norm", "compressor.norm"),
+        (r"compressor\.gate_proj", "compressor.wgate"),
+        (r"kv_proj", "wkv"),
+        (r"position_bias", "ape"),
+        (r"\.mlp\.", ".ffn."),
         (r"e_score_correction_bias", "bias"),
         (r"shared_experts\.gate_proj", "shared_experts.w1"),
         (r"shared_experts\.down_proj", "shared_experts.w2"),
@@ -479,6 +478,7 @@ def _check(model: DeepseekV4ForCausalLM, compile: bool) -> None:
         )
 
 
+@torch.no_grad()
 def _shared_graph(model: DeepseekV4ForCausalLM, cache: CacheConfig, rounding: bool) -> DeepseekV4:
     """Our graph over the parameters of ``model``."""
     meta = torch.device("meta")
@@ -499,9 +499,8 @@ def _shared_graph(model: DeepseekV4ForCausalLM, cache: CacheConfig, rounding: bo
             name = pattern.sub(ours, name)
         weights[name] = weight
     for name in [name for name in weights if name.endswith("compressor.wkv.weight")]:
-        gate = weights.pop(name.replace("wkv", "gate_proj"))
-        joined = torch.cat([weights.pop(name).detach().float(), gate.detach().float()])
-        weights[name.replace("wkv", "wkv_gate")] = joined
+        parts = (weights.pop(name), weights.pop(name.replace("wkv", "wgate")))
+        weights[name.replace("wkv", "wkv_gate")] = torch.cat([part.float() for part in parts])
     for name, expected in graph.state_dict().items():
         # The head stays in the model's dtype: its logits are transformers' own, and it is large.
         if name in weights and name != "head.weight":
