@@ -3,8 +3,9 @@
 ``model.forward`` becomes a step of our graph (``models/deepseek_v4``) over the parameters of
 transformers' modules; tokenizers, ``generate()`` and sampling stay transformers'. Parameters are
 shared, not copied, except the few that the graph holds otherwise: the compressors' projections, two
-in one and fp32, and in half-precision models the routers and, in old versions, the norms. Routed
-experts stay transformers' own modules, with whatever ``experts_implementation`` they have.
+in one and fp32, and in bf16 models what the graph has in fp32 and transformers has not, such as
+routers. Routed experts stay transformers' own modules, with the ``experts_implementation`` that
+they have.
 
 A patched model computes what transformers' does but for the rows of the pools, which have the
 format of ``kv_cache_dtype``, and the index keys, which are bf16 there. ``rounding=True`` adds the
