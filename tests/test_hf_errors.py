@@ -83,6 +83,17 @@ def test_caches(model):
         model(TOKENS, cache=filled)
 
 
+def test_an_empty_cache_is_replaced_once(model):
+    """Going on with transformers' own object would start again at position 0."""
+    given = empty_cache(model)
+    with pytest.raises(ValueError, match="sequence of 21 tokens"):
+        model(some_tokens(21), **given)
+    output = model(TOKENS, **given)
+    with pytest.raises(ValueError, match=r"DynamicCache that an earlier call replaced.*output"):
+        model(TOKENS, **given)
+    assert output[hf.OUTPUT_FIELD].get_seq_length() == 6
+
+
 def test_beam_search(model):
     with pytest.raises(NotImplementedError, match="beam search"):
         model.generate(TOKENS[:1], max_new_tokens=4, num_beams=2, pad_token_id=0, eos_token_id=None)

@@ -229,6 +229,7 @@ class PooledForward:
         self.engine = engine
         self.max_len = max_len
         self.use_cache = use_cache
+        self._replaced: weakref.WeakSet[Cache] = weakref.WeakSet()
 
     def __call__(
         self,
@@ -252,8 +253,8 @@ class PooledForward:
             past_key_values: the cache by its older name.
             use_cache: False forgets the tokens at once, unless a cache was given.
             logits_to_keep: the last so many columns, 0 for all, or a list of columns `[K]`.
-            cache: what an earlier call returned, or None; an empty cache of another kind counts as
-                None, for ``generate()`` makes one.
+            cache: what an earlier call returned, or None. An empty cache of another kind, such as
+                ``generate()`` makes, is replaced: go on with the one in the output.
             return_dict: False for a tuple.
 
         Returns:
@@ -262,8 +263,8 @@ class PooledForward:
         Raises:
             ValueError: what the pools or the graph cannot do, and what to do.
         """
-        refused = [name for name in REFUSED if kwargs.get(name) is not None]
-        if refused := [name for name in refused if kwargs[name] is not False]:
+        refused = [n for n in REFUSED if not (kwargs.get(n) is None or kwargs[n] is False)]
+        if refused:
             raise ValueError(
                 f"found {', '.join(refused)}; a patched model runs tokens for logits alone: "
                 "unpatch it first"
@@ -288,6 +289,8 @@ class PooledForward:
         run = self._decode if len(columns) == 1 else self._prefill
         logits = run(pooled, tokens, kept, len(columns))
         pooled.columns += len(columns)
+        if given is not None and given is not pooled:
+            self._replaced.add(given)
         keep = given is not None or (self.use_cache if use_cache is None else use_cache)
         output = MoeCausalLMOutputWithPast(
             logits=logits, **({OUTPUT_FIELD: pooled} if keep else {})
@@ -300,6 +303,11 @@ class PooledForward:
                 raise ValueError(
                     f"found a {type(cache).__name__} of {cache.get_seq_length()} tokens; needed: "
                     "the cache that this patched model returned, or none"
+                )
+            if cache in self._replaced:
+                raise ValueError(
+                    f"found a {type(cache).__name__} that an earlier call replaced by a cache in "
+                    "pools; needed: the cache in that call's output"
                 )
             return PooledCache(self.engine.pages)
         if cache.pages is not self.engine.pages:
