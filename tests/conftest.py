@@ -1,5 +1,7 @@
 """Fixtures and settings of the whole suite."""
 
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
 import torch
@@ -29,3 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def seed() -> None:
     """Random tensors do not depend on which tests ran before."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For many tiny operators: threads gain nothing, and on shared cores wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

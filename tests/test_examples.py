@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RUNS = {
     "compile_your_model.py": ([], "100 tokens, 8704 bytes"),

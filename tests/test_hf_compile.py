@@ -8,6 +8,8 @@ from torch._dynamo.utils import counters
 
 from fp8kv_inductor.demo import CPU_OPTIONS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 210
 
 

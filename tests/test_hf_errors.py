@@ -8,6 +8,8 @@ from hf_small import CONFIG, empty_cache, free_rows, hf, make_model, patched, so
 
 from fp8kv_inductor.config import ConfigError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS = some_tokens(6).expand(2, 6)
 
 

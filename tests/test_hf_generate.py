@@ -6,6 +6,8 @@ import pytest
 import torch
 from hf_small import CONFIG, PAD, decode, free_rows, hf, make_model, oracle, patched, some_tokens
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GREEDY = {"do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
 
 

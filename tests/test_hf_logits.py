@@ -5,6 +5,8 @@ import torch
 from hf_small import CONFIG, PAD, decode, make_model, oracle, patched, rounded_rows, some_tokens
 from model_steps import per_token, worst
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS, PROMPT = 262, 250  # Decode closes groups of 4 and of 128, and the window slides.
 FORMATS = [("auto", "bf16"), ("fp8_e4m3", "fp8_e4m3")]
 

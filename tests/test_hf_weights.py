@@ -3,8 +3,11 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from hf_small import hf, make_model, some_tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 COPIED = ("compressor.kv_proj", "compressor.gate_proj", "indexer.kv_proj", "indexer.gate_proj")
 

@@ -11,6 +11,8 @@ from fp8kv_inductor.model_config import TINY
 from fp8kv_inductor.numerics import decode_rows, encode_rows
 from fp8kv_inductor.pools import KVPools, Pool
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 B, M, H, D, W, K, R = 3, 2, 4, 128, 8, 12, 64
 FORMATS = ("bf16", "fp8_e4m3")
 
