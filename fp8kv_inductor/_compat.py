@@ -26,6 +26,7 @@ LOWERING_NAMES = {
         "torch._inductor.sizevars:SizeVarAllocator.guard_int",
         "torch._inductor.sizevars:SizeVarAllocator.optimization_hint",
         "torch._inductor.codegen.simd_kernel_features:SIMDKernelFeatures.contains_op",
+        "torch._inductor.lowering:fallback_handler",
         f"{TRITON}:HelperFunctions.add",
         f"{TRITON}:IndexingOptions",
         f"{TRITON}:TritonOverrides",

@@ -470,7 +470,7 @@ class _GroupAxis:
         dims = {tree.tensor_dim for tree in trees}
         shape = tuple(size if dim in dims else "1" for dim, size in enumerate(self.sizes))
         variable = V.kernel.cse.generate(_early_buffer(), code, dtype=dtype, shape=shape)
-        _early_variables()[str(variable)] = _early_buffer()
+        _early_variables()[str(variable)] = _early_buffer(), shape[-1] == "1"
         return variable
 
     def along(self, expression: sympy.Expr) -> sympy.Expr:
@@ -522,8 +522,10 @@ def _early_buffer() -> Any:
     return kernel.body if kernel.persistent_reduction and few else kernel.loads
 
 
-def _early_variables() -> dict[str, Any]:
-    """Variables that the loads of the kernel being printed may use, by name, and their buffers."""
+def _early_variables() -> dict[str, tuple[Any, bool]]:
+    """Variables that the loads of the kernel being printed may use, by name: their buffers, and
+    whether they have an element per row.
+    """
     kernel, name = V.kernel, PREFIX + "early"
     if name not in kernel.__dict__:
         setattr(kernel, name, {})
@@ -556,12 +558,15 @@ def _group_load_buffer(kernel: Any, indexing: Any) -> Any:
         # The group index of a single row.
         return _early_buffer()
     names = [str(symbol) for symbol in (*symbols, *indexing.mask_vars)]
-    names = [name for name in names if name.startswith("tmp")]
-    buffers = [_early_variables().get(name) for name in names]
-    if not buffers or any(buffer is not buffers[0] for buffer in buffers):
+    found = [_early_variables().get(name) for name in names if name.startswith("tmp")]
+    variables = [variable for variable in found if variable is not None]
+    if not variables or len(variables) < len(found):
         return None
-    by_row = all(kernel.cse.varname_map[name].shape[-1] == "1" for name in names)
-    return _late_buffer() if by_row and _early_buffer() is not kernel.body else buffers[0]
+    (buffer, _), *rest = variables
+    if any(other is not buffer for other, _ in rest):
+        return None
+    by_row = all(is_by_row for _, is_by_row in variables)
+    return _late_buffer() if by_row and _early_buffer() is not kernel.body else buffer
 
 
 def _late_buffer() -> Any:
