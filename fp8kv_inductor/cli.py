@@ -36,7 +36,7 @@ from fp8kv_inductor.registration import register
 TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
 """Compute capabilities that ``fp8kv code`` generates for."""
 
-BENCHMARKS = ("generate", "read", "step", "store")
+BENCHMARKS = ("generate", "indexer", "read", "step", "store")
 """Scripts of ``bench/``."""
 
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
