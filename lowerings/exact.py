@@ -7,6 +7,7 @@ therefore rounds for itself, so that bytes do not depend on what was fused.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,7 +212,25 @@ def amax_scale(amax: OpsValue, fmt: RowFormat, target: Target) -> OpsValue:
     bounded = clamp(
         _divide(target)(amax, f32(E4M3_MAX)), 2.0**SCALE_EXPONENT_MIN, 2.0**SCALE_EXPONENT_MAX
     )
-    return rounded(bounded, fmt.scale_dtype, target)
+    if target.triton:
+        return rounded(bounded, fmt.scale_dtype, target)
+    return _on_grid(bounded, fmt.scale_dtype)
+
+
+def _on_grid(value: OpsValue, dtype: torch.dtype) -> OpsValue:
+    """An fp32 value between the smallest and the largest of a narrow dtype, rounded by arithmetic.
+
+    Where a value is cast and cast back, torch 2.11's C++ code takes the value itself.
+    """
+    narrow = torch.finfo(dtype)
+    dropped = FP32_MANTISSA_BITS + round(math.log2(narrow.eps))
+    odd = ops.bitwise_and(ops.bitwise_right_shift(bits(value), i32(dropped)), i32(1))
+    half = ops.add(odd, i32((1 << dropped - 1) - 1))
+    normal = from_bits(ops.bitwise_and(ops.add(bits(value), half), i32(-(1 << dropped))))
+    # fp32 numbers of this size are multiples of the smallest number.
+    size = f32(narrow.smallest_normal * narrow.eps * 2**FP32_MANTISSA_BITS)
+    subnormal = ops.sub(ops.add(value, size), size)
+    return ops.where(ops.lt(value, f32(narrow.smallest_normal)), subnormal, normal)
 
 
 def quotient(value: OpsValue, scale: OpsValue, target: Target) -> OpsValue:
