@@ -1,5 +1,7 @@
 """torch.export and AOTInductor: dynamic numbers of tokens and slots, the pool written in place."""
 
+import contextlib
+
 import pytest
 import torch
 from interpreter import DEVICES
@@ -93,5 +95,9 @@ def test_ahead_of_time_package(device, tmp_path):
     if device == "cpu":
         args = step_inputs(5, 97)
         args[3][0] = 97
-        with pytest.raises(RuntimeError, match="slot 97 is beyond the pool of 97 slots"):
+        before = args[4].clone()
+        # AOTInductor of torch 2.11 prints an operator's error and goes on.
+        raises = pytest.raises(RuntimeError, match="slot 97 is beyond the pool of 97 slots")
+        with contextlib.nullcontext() if torch.__version__ < "2.12" else raises:
             step(*args)
+        assert torch.equal(args[4], before)
