@@ -34,8 +34,8 @@ def sass(name: str, splits: int, n_window: int) -> tuple[str, int]:
         "QUANTIZED": fmt.quantized,
         "HAS_COUNTS": True,
         "ROPE_PAIRS": PAIRS if splits == 1 else 0,
-        "HALF_REGISTERS": hopper.HALF_REGISTERS,
-        "GATHER_REGISTERS": hopper.GATHER_REGISTERS,
+        "RIGHT_REGISTERS": hopper.RIGHT_REGISTERS[fmt.quantized],
+        "GATHER_REGISTERS": hopper.GATHER_REGISTERS[fmt.quantized],
     }
     data = "*i32" if fmt.quantized else "*bf16"
     types = {

@@ -6,14 +6,13 @@ of its own:
 
 ``gather``  brings 64 rows at a time into a ring of two tiles in shared memory: bf16 rows in place;
             of quantized rows raw bytes by cp.async, dequantized to fp16 on the way
-``half``    twice: scores = Q rows^T and softmax of every other tile, and for all tiles one half of
-            the features: acc += P rows. P, rescaling factors and maxima of the other tiles come
-            from the other group. While one computes weights, the tensor cores work for the other.
+``left``    scores = Q rows^T, softmax, and the left half of the features: acc += P rows
+``right``   the right half of the features; P and the rescaling factors come from ``left``
 
 Parallelization: a persistent grid of at most one program per streaming multiprocessor. An item is
 one token, one block of BLOCK_H heads and one split of the token's live columns; program p works on
 items p, p + P, p + 2P, ... While the last tile of an item is in the works, the next query is on its
-way.
+way, and an output is written while the first scores of the next item are computed.
 
 Names: tile TILE columns of an item; it counter of a program's tiles, which gives ring slots and
 barrier phases; HALF half of the features; words int32 that hold four codes or two 16-bit floats;

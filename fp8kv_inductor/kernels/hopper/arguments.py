@@ -78,15 +78,12 @@ class Shared:
 
     Attributes:
         q_left, q_right: queries `[BLOCK_H, HALF]`.
-        q_largest: ring of two times the largest magnitude `[2]` in each half, as bf16 bits.
+        q_largest: `[1]` largest magnitude in ``q_right``, as bf16 bits.
         rows_left, rows_right: ring of two tiles `[TILE, HALF]`.
         rows: ring of four times the pool rows `[TILE]` of a tile, negative where dead.
         exponents: ring of four times what each warp's rows were divided by.
-        p: weights `[BLOCK_H, TILE]` of the last tile, from the group that has computed them.
-        factor, m: `[BLOCK_H]` what to multiply accumulators with, and the maximum so far.
-        sums: `[2, BLOCK_H]` of each group's weights, at the end of an item.
-        q_ready, summed: barriers of both groups.
-        handed: barriers of p with its factor and m, one per group.
+        p, factor: weights `[BLOCK_H, TILE]` and what to multiply accumulators with `[BLOCK_H]`.
+        q_ready, p_full, p_empty: barriers of the right queries and of p with its factor.
         full_left, full_right, empty_left, empty_right: barriers of the ring.
     """
 
@@ -99,12 +96,10 @@ class Shared:
     exponents: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     factor: gl.shared_memory_descriptor
-    m: gl.shared_memory_descriptor
-    sums: gl.shared_memory_descriptor
     q_ready: gl.shared_memory_descriptor
-    summed: gl.shared_memory_descriptor
-    handed: gl.shared_memory_descriptor
     full_left: gl.shared_memory_descriptor
     full_right: gl.shared_memory_descriptor
     empty_left: gl.shared_memory_descriptor
     empty_right: gl.shared_memory_descriptor
+    p_full: gl.shared_memory_descriptor
+    p_empty: gl.shared_memory_descriptor

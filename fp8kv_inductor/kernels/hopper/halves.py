@@ -12,21 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fp8kv_inductor.kernels.hopper.gather import tile_exponent
 from fp8kv_inductor.kernels.hopper.items import item_place, item_tiles, load_count
-from fp8kv_inductor.kernels.hopper.layouts import (
-    ACC,
-    BLOCK_H,
-    HALF,
-    OUT,
-    SCORES,
-    TILE,
-    WEIGHTS_OPERAND,
-)
-from fp8kv_inductor.kernels.hopper.query import (
-    await_query,
-    fetch_query,
-    group_barrier,
-    prepare_query,
-)
+from fp8kv_inductor.kernels.hopper.layouts import ACC, BLOCK_H, HALF, OUT, SCORES, TILE
+from fp8kv_inductor.kernels.hopper.query import fetch_query, prepare_query, prepare_right_query
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -34,35 +21,25 @@ MINUS_INF = gl.constexpr(-float("inf"))
 
 
 @gluon.jit
-def parts(s, HALF_INDEX: gl.constexpr):
-    """Queries, ring of rows and its barriers of one half of the features."""
-    if HALF_INDEX == 0:
-        return s.q_left.index(0), s.rows_left, s.empty_left
-    else:
-        return s.q_right.index(0), s.rows_right, s.empty_right
-
-
-@gluon.jit
-def start_scores(s, it):
-    """Start the scores of a tile, once its rows are there.
+def first_half_scores(s, slot, phase):
+    """Start scores over the left features, once they are there.
 
     The proxy fence sits behind the wait, not in ``gather``: it compiles to a barrier that waits for
     all outstanding loads of the thread.
     """
-    slot = it & 1
-    phase = (it >> 1) & 1
     scores = gl.zeros([BLOCK_H, TILE], gl.float32, layout=SCORES)
     mbarrier.wait(s.full_left.index(slot), phase)
+    fence_async_shared()
+    rows = s.rows_left.index(slot).permute([1, 0])
+    return warpgroup_mma(s.q_left, rows, scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def second_half_scores(s, scores, slot, phase):
+    """Add the scores over the right features."""
     mbarrier.wait(s.full_right.index(slot), phase)
     fence_async_shared()
-    left, right = s.rows_left.index(slot), s.rows_right.index(slot)
-    # An index that is 0, but not to the compiler: it would compute 32 descriptors of the queries in
-    # front of the loop, for which there are no registers.
-    zero = it >> 30
-    scores = warpgroup_mma(
-        s.q_left.index(zero), left.permute([1, 0]), scores, use_acc=False, is_async=True
-    )
-    return warpgroup_mma(s.q_right.index(zero), right.permute([1, 0]), scores, is_async=True)
+    return warpgroup_mma(s.q_right, s.rows_right.index(slot).permute([1, 0]), scores, is_async=True)
 
 
 @gluon.jit
@@ -88,62 +65,13 @@ def softmax(r, s, scores, m, l, scale, it):  # noqa: E741
 
 
 @gluon.jit
-def hand_over(s, p, rescale, m, HALF_INDEX: gl.constexpr):
-    """Give the other group the weights of a tile, its factors and the maximum.
-
-    It has read what was there before it handed over its own.
-    """
+def send(s, p, rescale, sent):
+    """Hand P and the factors to ``right``."""
+    mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
     s.p.store(p)
     s.factor.store(rescale)
-    s.m.store(m)
     fence_async_shared()
-    mbarrier.arrive(s.handed.index(HALF_INDEX), count=1)
-
-
-@gluon.jit
-def weigh_others(s, ring, acc, l, it, HALF_INDEX: gl.constexpr):  # noqa: E741
-    """Start acc += P rows of a tile whose weights the other group has.
-
-    Returns:
-        the accumulator under way; m; l.
-    """
-    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    mbarrier.wait(s.handed.index(1 - HALF_INDEX), (it >> 1) & 1)
-    fence_async_shared()
-    rescale = s.factor.load(ROW)
-    m = s.m.load(ROW)
-    l *= rescale  # noqa: E741
-    acc *= gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, ACC)), 1)
-    return warpgroup_mma(s.p, ring.index(it & 1), acc, is_async=True), m, l
-
-
-@gluon.jit
-def weigh_own(
-    r,
-    s,
-    scores,
-    acc,
-    m,
-    l,  # noqa: E741
-    scale,
-    it,
-    is_last,
-    next_item,
-    HALF_INDEX: gl.constexpr,
-):
-    """Turn the scores of a tile into weights, hand them over, and acc += P rows."""
-    q, ring, empty = parts(s, HALF_INDEX)
-    p, rescale, m, l = softmax(r, s, scores, m, l, scale, it)  # noqa: E741
-    hand_over(s, p, rescale, m, HALF_INDEX)
-    if is_last:
-        # The last scores are done: the query has been read.
-        fetch_query(r, q, next_item, HALF_INDEX * HALF)
-    acc *= gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, ACC)), 1)
-    p = gl.convert_layout(p, WEIGHTS_OPERAND)
-    acc = warpgroup_mma(p, ring.index(it & 1), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(it & 1), count=1)
-    return acc, m, l
+    mbarrier.arrive(s.p_full, count=1)
 
 
 @gluon.jit
@@ -203,68 +131,136 @@ def store_half(r, x, item, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def half(r, s, HALF_INDEX: gl.constexpr):
-    """Scores and weights of every other tile, and half of the features of the output.
+def weigh(r, s, scores, acc, m, l, scale, it, sent):  # noqa: E741
+    """Turn the scores of a tile into weights, hand them to ``right``, and start acc += P rows.
 
-    A group starts the scores of its own tile, then weighs rows with the other group's weights of
-    the tile before, and computes its own weights while the tensor cores do that.
+    Returns:
+        the accumulator under way; m; l.
     """
-    FIRST: gl.constexpr = HALF_INDEX * HALF
+    p, rescale, m, l = softmax(r, s, scores, m, l, scale, it)  # noqa: E741
+    send(s, p, rescale, sent)
+    acc *= gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, ACC)), 1)
+    return warpgroup_mma(s.p, s.rows_left.index(it & 1), acc, is_async=True), m, l
+
+
+@gluon.jit
+def left_half(r, s):
+    """Scores, softmax, and the left half of the output."""
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     ACC_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    q, ring, empty = parts(s, HALF_INDEX)
     item = gl.program_id(0)
-    fetch_query(r, q, item, FIRST)
+    fetch_query(r, s.q_left, item, 0)
     count = load_count(r, item)
-    prepare_query(r, s, q, 0, HALF_INDEX)
     it = 0
-    ready = 0
+    sent = 0
     done = 0
+    # The output of the item before: it is written while the first scores are on their way.
+    x = gl.zeros([BLOCK_H, HALF], gl.bfloat16, layout=OUT)
+    last_item = r.n_items
     while item < r.n_items:
-        scale, ready = await_query(r, s, q, item, done, ready, FIRST)
-        stop = it + item_tiles(r, item, count)
+        slot = it & 1
+        phase = (it >> 1) & 1
+        scale = prepare_query(r, s, item, done)
+        started = second_half_scores(s, first_half_scores(s, slot, phase), slot, phase)
+        if r.SPLITS == 1:
+            store_half(r, x, last_item, 0)
+        scores = warpgroup_mma_wait(0, deps=[started])
+        tiles = item_tiles(r, item, count)
+        token, head, split = item_place(r, item)
         next_item = item + gl.num_programs(0)
         count = load_count(r, next_item)
         m = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=ROW)
         l = gl.zeros([BLOCK_H], gl.float32, layout=ROW)  # noqa: E741
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
-        if (it & 1) == HALF_INDEX:
-            scores = warpgroup_mma_wait(0, deps=[start_scores(s, it)])
-            acc, m, l = weigh_own(  # noqa: E741
-                r, s, scores, acc, m, l, scale, it, it + 1 == stop, next_item, HALF_INDEX
-            )
+        for _ in range(tiles - 1):
+            slot = it & 1
+            weighted, m, l = weigh(r, s, scores, acc, m, l, scale, it, sent)  # noqa: E741
+            sent += 1
             it += 1
-        while it + 1 < stop:
-            started = start_scores(s, it + 1)
-            weighted, m, l = weigh_others(s, ring, acc, l, it, HALF_INDEX)  # noqa: E741
-            scores = warpgroup_mma_wait(1, deps=[started])
-            acc = warpgroup_mma_wait(0, deps=[weighted])
-            mbarrier.arrive(empty.index(it & 1), count=1)
-            acc, m, l = weigh_own(  # noqa: E741
-                r, s, scores, acc, m, l, scale, it + 1, it + 2 == stop, next_item, HALF_INDEX
-            )
-            it += 2
-        if it < stop:
-            mbarrier.wait(s.handed.index(1 - HALF_INDEX), (it >> 1) & 1)
-            fetch_query(r, q, next_item, FIRST)
-            weighted, m, l = weigh_others(s, ring, acc, l, it, HALF_INDEX)  # noqa: E741
-            acc = warpgroup_mma_wait(0, deps=[weighted])
-            mbarrier.arrive(empty.index(it & 1), count=1)
-            it += 1
-        prepare_query(r, s, q, done + 1, HALF_INDEX)
-        s.sums.index(HALF_INDEX).store(l)
-        group_barrier()
-        mbarrier.arrive(s.summed, count=1)
-        mbarrier.wait(s.summed, done & 1)
-        l += s.sums.index(1 - HALF_INDEX).load(ROW)  # noqa: E741
-        token, head, split = item_place(r, item)
+            phase = (it >> 1) & 1
+            started = first_half_scores(s, slot ^ 1, phase)
+            # Give the ring slot back as soon as its last reader here is through.
+            acc = warpgroup_mma_wait(1, deps=[weighted])
+            mbarrier.arrive(s.empty_left.index(slot), count=1)
+            started = second_half_scores(s, started, slot ^ 1, phase)
+            scores = warpgroup_mma_wait(0, deps=[started])
+        slot = it & 1
+        fetch_query(r, s.q_left, next_item, 0)
+        weighted, m, l = weigh(r, s, scores, acc, m, l, scale, it, sent)  # noqa: E741
+        sent += 1
         heads = head + gl.arange(0, BLOCK_H, layout=ROW)
         factor, lse = normalize(r, m, l, heads)
-        if HALF_INDEX == 0:
-            row = (token.to(gl.int64) * r.N_HEADS + heads) * r.SPLITS + split
-            gl.store(r.lse + row, lse, mask=heads < r.N_HEADS)
-        factor = gl.convert_layout(factor, ACC_ROW)
-        store_half(r, finish_half(r, acc, factor, item, FIRST), item, FIRST)
+        mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
+        s.factor.store(factor)
+        mbarrier.arrive(s.p_full, count=1)
+        sent += 1
+        row = (token.to(gl.int64) * r.N_HEADS + heads) * r.SPLITS + split
+        gl.store(r.lse + row, lse, mask=heads < r.N_HEADS)
+        acc = warpgroup_mma_wait(0, deps=[weighted])
+        mbarrier.arrive(s.empty_left.index(slot), count=1)
+        finished = finish_half(r, acc, gl.convert_layout(factor, ACC_ROW), item, 0)
+        if r.SPLITS == 1:
+            x = finished
+        else:
+            store_half(r, finished, item, 0)
+        it += 1
         done += 1
+        last_item = item
         item = next_item
+    if r.SPLITS == 1:
+        store_half(r, x, last_item, 0)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def right_half(r, s):
+    """The right half of the queries and of the output."""
+    ACC_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    item = gl.program_id(0)
+    fetch_query(r, s.q_right, item, HALF)
+    count = load_count(r, item)
+    it = 0
+    received = 0
+    x = gl.zeros([BLOCK_H, HALF], gl.bfloat16, layout=OUT)
+    last_item = r.n_items
+    if not r.QUANTIZED:
+        prepare_right_query(r, s)
+    while item < r.n_items:
+        if r.QUANTIZED:
+            prepare_right_query(r, s)
+        if r.SPLITS == 1:
+            store_half(r, x, last_item, HALF)
+        tiles = item_tiles(r, item, count)
+        next_item = item + gl.num_programs(0)
+        count = load_count(r, next_item)
+        acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
+        for tile in range(tiles):
+            slot = it & 1
+            mbarrier.wait(s.p_full, received & 1)
+            if tile == tiles - 1:
+                # The scores of the last tile are done, so the query has been read.
+                fetch_query(r, s.q_right, next_item, HALF)
+            acc *= gl.expand_dims(s.factor.load(ACC_ROW), 1)
+            weighted = warpgroup_mma(s.p, s.rows_right.index(slot), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[weighted])
+            mbarrier.arrive(s.empty_right.index(slot), count=1)
+            mbarrier.arrive(s.p_empty, count=1)
+            it += 1
+            received += 1
+        if not r.QUANTIZED:
+            # left waits for it. A query that has to be converted needs the accumulator's registers.
+            prepare_right_query(r, s)
+        mbarrier.wait(s.p_full, received & 1)
+        factor = s.factor.load(ACC_ROW)
+        mbarrier.arrive(s.p_empty, count=1)
+        received += 1
+        finished = finish_half(r, acc, factor, item, HALF)
+        if r.SPLITS == 1:
+            x = finished
+        else:
+            store_half(r, finished, item, HALF)
+        last_item = item
+        item = next_item
+    if r.SPLITS == 1:
+        store_half(r, x, last_item, HALF)
     async_copy.wait_group(0)

@@ -19,8 +19,6 @@ SAFE_SCALE_EXPONENT = gl.constexpr(6)
 # Scores [64, 64] and accumulators [64, 256] of a wgmma.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-# Weights as the left operand of a product: what a group has computed is in place.
-WEIGHTS_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 # 16-byte vectors of bf16, reachable from ACC by shuffles within four lanes.
 OUT = gl.constexpr(
     gl.DistributedLinearLayout(

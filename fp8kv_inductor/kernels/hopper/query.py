@@ -88,9 +88,8 @@ def load_query_chunk(r, item, first):
 
 
 @gluon.jit
-def scale_half_query(r, half, item, FIRST: gl.constexpr):
-    """Half of the queries over a power of two per head, which brings the largest element of all
-    features below 2^15.
+def query_to_scaled_fp16(r, s, item):
+    """Queries over a power of two per head, which brings the largest element below 2^15.
 
     Returns:
         the powers `[BLOCK_H]`.
@@ -103,48 +102,41 @@ def scale_half_query(r, half, item, FIRST: gl.constexpr):
     exponent = gl.minimum(gl.maximum(exponent, -126), 126)
     inverse = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
     for chunk in gl.static_range(HALF // 64):
-        x = load_query_chunk(r, item, FIRST + chunk * 64) * gl.expand_dims(inverse, 1)
-        half.slice(chunk * 64, 64, dim=1).store(x.to(gl.float16))
+        x = load_query_chunk(r, item, chunk * 64) * gl.expand_dims(inverse, 1)
+        s.q_left.slice(chunk * 64, 64, dim=1).store(x.to(gl.float16))
+        x = load_query_chunk(r, item, HALF + chunk * 64) * gl.expand_dims(inverse, 1)
+        s.q_right.slice(chunk * 64, 64, dim=1).store(x.to(gl.float16))
     return ((127 + exponent) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def prepare_query(r, s, half, done, HALF_INDEX: gl.constexpr):
-    """Bring a half that ``fetch_query`` fetched into the dtype of the rows, and say that it is
-    there.
-
-    Args:
-        done: items before this one; the other group may still look at the largest of the last.
-    """
-    async_copy.wait_group(0)
-    if r.QUANTIZED:
-        largest = query_to_fp16(half._reinterpret(gl.bfloat16, [BLOCK_H, HALF], OPERAND))
-        place = s.q_largest.index(done & 1).slice(HALF_INDEX, 1)
-        place.store(gl.full([1], largest, gl.int32, layout=gl.SliceLayout(1, ACC)))
-    group_barrier()
-    mbarrier.arrive(s.q_ready, count=1)
-
-
-@gluon.jit
-def await_query(r, s, half, item, done, ready, FIRST: gl.constexpr):
-    """Wait for both halves of an item's queries.
+def prepare_query(r, s, item, done):
+    """Wait for an item's queries and bring them into the dtype of the rows.
 
     Returns:
-        what to multiply scores with `[BLOCK_H]` to get base-2 logits; phases of q_ready so far.
+        what to multiply scores with `[BLOCK_H]` to get base-2 logits.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     scale = gl.full([BLOCK_H], 1.0, gl.float32, layout=ROW) * r.to_base_2
-    mbarrier.wait(s.q_ready, ready & 1)
-    ready += 1
+    async_copy.wait_group(0)
     if r.QUANTIZED:
-        largest = gl.max(s.q_largest.index(done & 1).load(ROW), 0)
-        if not fits_fp16(largest):
-            # Both groups come here, each for its half.
-            scale *= gl.convert_layout(scale_half_query(r, half, item, FIRST), ROW)
-            group_barrier()
-            mbarrier.arrive(s.q_ready, count=1)
-            mbarrier.wait(s.q_ready, ready & 1)
-            ready += 1
+        largest = query_to_fp16(s.q_left._reinterpret(gl.bfloat16, [BLOCK_H, HALF], OPERAND))
+    mbarrier.wait(s.q_ready, done & 1)
+    if r.QUANTIZED:
+        right_largest = gl.max(s.q_largest.load(ROW), 0)
+        if not (fits_fp16(largest) & fits_fp16(right_largest)):
+            scale *= gl.convert_layout(query_to_scaled_fp16(r, s, item), ROW)
     fence_async_shared()
     group_barrier()
-    return scale, ready
+    return scale
+
+
+@gluon.jit
+def prepare_right_query(r, s):
+    """The same for the right half of the features, which ``prepare_query`` waits for."""
+    async_copy.wait_group(0)
+    if r.QUANTIZED:
+        largest = query_to_fp16(s.q_right._reinterpret(gl.bfloat16, [BLOCK_H, HALF], OPERAND))
+        s.q_largest.store(gl.full([1], largest, gl.int32, layout=gl.SliceLayout(1, ACC)))
+    group_barrier()
+    mbarrier.arrive(s.q_ready, count=1)

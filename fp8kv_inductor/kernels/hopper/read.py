@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from fp8kv_inductor.formats import RowFormat
 from fp8kv_inductor.kernels.hopper.arguments import Read, Rows, Shared
 from fp8kv_inductor.kernels.hopper.gather import gather_plain, gather_quantized
-from fp8kv_inductor.kernels.hopper.halves import LOG2_E, half
+from fp8kv_inductor.kernels.hopper.halves import LOG2_E, left_half, right_half
 from fp8kv_inductor.kernels.hopper.layouts import (
     BLOCK,
     BLOCK_H,
@@ -35,8 +35,9 @@ from fp8kv_inductor.kernels.launch import ReadArguments, device_limits
 GROUP_WARPS = 4
 MAX_REGISTERS = 168
 """Per thread, on average: a third of the register file for each group, in steps of eight."""
-HALF_REGISTERS, GATHER_REGISTERS = 208, 88
-"""What the second ``half`` and ``gather`` need; the first ``half`` gets the rest, as many."""
+RIGHT_REGISTERS = {True: 176, False: 184}
+GATHER_REGISTERS = {True: 96, False: 88}
+"""What ``right`` and ``gather`` need, by whether rows are quantized; ``left`` gets the rest."""
 FEWEST_HEADS = 33
 """Below that, more than half of a block of heads is padding, and other kernels are better."""
 
@@ -91,7 +92,7 @@ def read_kernel(
     QUANTIZED: gl.constexpr,
     HAS_COUNTS: gl.constexpr,
     ROPE_PAIRS: gl.constexpr,
-    HALF_REGISTERS: gl.constexpr,
+    RIGHT_REGISTERS: gl.constexpr,
     GATHER_REGISTERS: gl.constexpr,
 ):
     """Grid (programs): persistent; see the package's docstring."""
@@ -128,33 +129,31 @@ def read_kernel(
     FLOAT: gl.constexpr = gl.float16 if QUANTIZED else gl.bfloat16
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     s = Shared(
-        gl.allocate_shared_memory(FLOAT, [1, BLOCK_H, HALF], OPERAND),
-        gl.allocate_shared_memory(FLOAT, [1, BLOCK_H, HALF], OPERAND),
-        gl.allocate_shared_memory(gl.int32, [2, 2], PLAIN),
+        gl.allocate_shared_memory(FLOAT, [BLOCK_H, HALF], OPERAND),
+        gl.allocate_shared_memory(FLOAT, [BLOCK_H, HALF], OPERAND),
+        gl.allocate_shared_memory(gl.int32, [1], PLAIN),
         gl.allocate_shared_memory(FLOAT, [2, TILE, HALF], OPERAND),
         gl.allocate_shared_memory(FLOAT, [2, TILE, HALF], OPERAND),
         gl.allocate_shared_memory(gl.int32, [4, TILE], PLAIN),
         gl.allocate_shared_memory(gl.int32, [4, 4], PLAIN),
         gl.allocate_shared_memory(FLOAT, [BLOCK_H, TILE], OPERAND),
         gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], PLAIN),
-        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
     )
     for slot in gl.static_range(2):
-        mbarrier.init(s.handed.index(slot), count=1)
         mbarrier.init(s.full_left.index(slot), count=1)
         mbarrier.init(s.full_right.index(slot), count=1)
         mbarrier.init(s.empty_left.index(slot), count=1)
         mbarrier.init(s.empty_right.index(slot), count=1)
-    mbarrier.init(s.q_ready, count=2)
-    mbarrier.init(s.summed, count=2)
+    mbarrier.init(s.q_ready, count=1)
+    mbarrier.init(s.p_full, count=1)
+    mbarrier.init(s.p_empty, count=1)
     if QUANTIZED:
         raw_first = gl.allocate_shared_memory(gl.int32, [32, HALF // 4], RAW)
         raw_second = gl.allocate_shared_memory(gl.int32, [32, HALF // 4], RAW)
@@ -163,18 +162,18 @@ def read_kernel(
         )
         gl.warp_specialize(
             [
-                (half, (r, s, 0)),
-                (half, (r, s, 1)),
+                (left_half, (r, s)),
+                (right_half, (r, s)),
                 (gather_quantized, (r, s, raw_first, raw_second, raw_scales)),
             ],
             [gl.num_warps(), gl.num_warps()],
-            [HALF_REGISTERS, GATHER_REGISTERS],
+            [RIGHT_REGISTERS, GATHER_REGISTERS],
         )
     else:
         gl.warp_specialize(
-            [(half, (r, s, 0)), (half, (r, s, 1)), (gather_plain, (r, s))],
+            [(left_half, (r, s)), (right_half, (r, s)), (gather_plain, (r, s))],
             [gl.num_warps(), gl.num_warps()],
-            [HALF_REGISTERS, GATHER_REGISTERS],
+            [RIGHT_REGISTERS, GATHER_REGISTERS],
         )
 
 
@@ -267,8 +266,8 @@ def launch(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> None:
             QUANTIZED=quantized,
             HAS_COUNTS=cmp_counts is not None,
             ROPE_PAIRS=0 if angles is None else cos.shape[1],
-            HALF_REGISTERS=HALF_REGISTERS,
-            GATHER_REGISTERS=GATHER_REGISTERS,
+            RIGHT_REGISTERS=RIGHT_REGISTERS[quantized],
+            GATHER_REGISTERS=GATHER_REGISTERS[quantized],
             num_warps=GROUP_WARPS,
             maxnreg=MAX_REGISTERS,
         )
