@@ -39,8 +39,6 @@ E4M3 = torch.float8_e4m3fn
 
 SIGN_BIT = -(1 << 31)
 EXPONENT_MASK = 0xFF << FP32_MANTISSA_BITS
-E4M3_MANTISSA_BITS = 3
-E4M3_MIN_NORMAL_EXPONENT = -6
 
 SINGLE_ROUNDING_CAPABILITY = (9, 0)
 """First compute capability whose Triton cast from fp32 to e4m3 rounds once."""
@@ -143,21 +141,27 @@ def exp2_int(exponent: OpsValue) -> OpsValue:
     )
 
 
-def on_e4m3_grid(value: OpsValue) -> OpsValue:
-    """A clamped fp32 value, rounded to the nearest e4m3 value, still as fp32.
+def on_grid(value: OpsValue, dtype: torch.dtype) -> OpsValue:
+    """An fp32 value within the range of a narrow dtype, rounded to its nearest value, still fp32.
 
-    Adding and subtracting 1.5 * 2^n, n such that its last mantissa bit is worth one e4m3 step,
-    leaves the rounding to fp32 addition, which is to nearest even. NaN stays NaN, -0 stays -0.
+    Adding and subtracting 1.5 * 2^n, n such that its last mantissa bit is worth one step of the
+    dtype, leaves the rounding to fp32 addition, which is to nearest even. NaN stays NaN, -0 stays
+    -0.
     """
+    narrow = torch.finfo(dtype)
+    min_normal_exponent, mantissa_bits = (
+        round(math.log2(power)) for power in (narrow.smallest_normal, 1 / narrow.eps)
+    )
     exponent = ops.maximum(
         ops.bitwise_and(bits(value), i32(EXPONENT_MASK)),
-        i32((FP32_BIAS + E4M3_MIN_NORMAL_EXPONENT) << FP32_MANTISSA_BITS),
+        i32((FP32_BIAS + min_normal_exponent) << FP32_MANTISSA_BITS),
     )
-    dropped = FP32_MANTISSA_BITS - E4M3_MANTISSA_BITS
+    dropped = FP32_MANTISSA_BITS - mantissa_bits
     half = 1 << (FP32_MANTISSA_BITS - 1)
     anchor = from_bits(ops.add(exponent, i32((dropped << FP32_MANTISSA_BITS) + half)))
-    on_grid = ops.sub(ops.add(value, anchor), anchor)
-    return from_bits(ops.bitwise_or(bits(on_grid), ops.bitwise_and(bits(value), i32(SIGN_BIT))))
+    rounded_value = ops.sub(ops.add(value, anchor), anchor)
+    sign = ops.bitwise_and(bits(value), i32(SIGN_BIT))
+    return from_bits(ops.bitwise_or(bits(rounded_value), sign))
 
 
 def e4m3_cast(value: OpsValue, target: Target) -> OpsValue:
@@ -167,7 +171,7 @@ def e4m3_cast(value: OpsValue, target: Target) -> OpsValue:
         return ops.to_dtype(value, E4M3, src_dtype=F32)
     value = clamp(value, -E4M3_MAX, E4M3_MAX)
     if not target.single_rounding_cast:
-        value = on_e4m3_grid(value)
+        value = on_grid(value, E4M3)
     return ops.to_dtype(value, E4M3, src_dtype=F32)
 
 
@@ -191,7 +195,7 @@ def act_quant(value: OpsValue, scale: OpsValue, inverse: OpsValue, target: Targe
         quantized = e4m3_cast(ops.mul(value, inverse), target)
         return ops.mul(ops.to_dtype(quantized, F32, src_dtype=E4M3), scale)
     scaled = clamp(ops.mul(value, inverse), -E4M3_MAX, E4M3_MAX)
-    return ops.mul(on_e4m3_grid(scaled), scale)
+    return ops.mul(on_grid(scaled, E4M3), scale)
 
 
 def block_exponent(amax: OpsValue, low: OpsValue, high: OpsValue) -> OpsValue:
@@ -214,23 +218,8 @@ def amax_scale(amax: OpsValue, fmt: RowFormat, target: Target) -> OpsValue:
     )
     if target.triton:
         return rounded(bounded, fmt.scale_dtype, target)
-    return _on_grid(bounded, fmt.scale_dtype)
-
-
-def _on_grid(value: OpsValue, dtype: torch.dtype) -> OpsValue:
-    """An fp32 value between the smallest and the largest of a narrow dtype, rounded by arithmetic.
-
-    Where a value is cast and cast back, torch 2.11's C++ code takes the value itself.
-    """
-    narrow = torch.finfo(dtype)
-    dropped = FP32_MANTISSA_BITS + round(math.log2(narrow.eps))
-    odd = ops.bitwise_and(ops.bitwise_right_shift(bits(value), i32(dropped)), i32(1))
-    half = ops.add(odd, i32((1 << dropped - 1) - 1))
-    normal = from_bits(ops.bitwise_and(ops.add(bits(value), half), i32(-(1 << dropped))))
-    # fp32 numbers of this size are multiples of the smallest number.
-    size = f32(narrow.smallest_normal * narrow.eps * 2**FP32_MANTISSA_BITS)
-    subnormal = ops.sub(ops.add(value, size), size)
-    return ops.where(ops.lt(value, f32(narrow.smallest_normal)), subnormal, normal)
+    # Where a value is cast and cast back, torch 2.11's C++ code takes the value itself.
+    return on_grid(bounded, fmt.scale_dtype)
 
 
 def quotient(value: OpsValue, scale: OpsValue, target: Target) -> OpsValue:
