@@ -516,10 +516,14 @@ def _early_buffer() -> Any:
     for those of the row unless a barrier keeps them in front. With many rows, the row's loads
     should decide the layout of the tile.
     """
-    kernel = V.kernel
+    return V.kernel.body if _holds_few_rows(V.kernel) else V.kernel.loads
+
+
+def _holds_few_rows(kernel: Any) -> bool:
+    """Whether all rows of a persistent reduction are so few that a kernel waits, not computes."""
     rows = sympy_product(tree.numel for tree in kernel.range_trees if not tree.is_reduction)
     few = V.graph.sizevars.optimization_hint(rows, fallback=FEW_ROWS + 1) <= FEW_ROWS
-    return kernel.body if kernel.persistent_reduction and few else kernel.loads
+    return kernel.persistent_reduction and few
 
 
 def _early_variables() -> dict[str, tuple[Any, bool]]:
@@ -529,7 +533,7 @@ def _early_variables() -> dict[str, tuple[Any, bool]]:
     kernel, name = V.kernel, PREFIX + "early"
     if name not in kernel.__dict__:
         setattr(kernel, name, {})
-        if _early_buffer() is kernel.body:
+        if _holds_few_rows(kernel):
             kernel.indexing_code.writeline("tl.debug_barrier()")
     return getattr(kernel, name)
 
@@ -557,24 +561,23 @@ def _group_load_buffer(kernel: Any, indexing: Any) -> Any:
     if not symbols:
         # The group index of a single row.
         return _early_buffer()
+    early = _early_variables()
     names = [str(symbol) for symbol in (*symbols, *indexing.mask_vars)]
-    found = [_early_variables().get(name) for name in names if name.startswith("tmp")]
-    variables = [variable for variable in found if variable is not None]
-    if not variables or len(variables) < len(found):
+    names = [name for name in names if name.startswith("tmp")]
+    if not names or not all(name in early for name in names):
         return None
-    (buffer, _), *rest = variables
-    if any(other is not buffer for other, _ in rest):
+    buffers, by_row = zip(*(early[name] for name in names), strict=True)
+    if any(buffer is not buffers[0] for buffer in buffers):
         return None
-    by_row = all(is_by_row for _, is_by_row in variables)
-    return _late_buffer() if by_row and _early_buffer() is not kernel.body else buffer
+    return _late_buffer(kernel) if all(by_row) and not _holds_few_rows(kernel) else buffers[0]
 
 
-def _late_buffer() -> Any:
+def _late_buffer(kernel: Any) -> Any:
     """Where loads by row belong, with many rows: the slot is needed last, and until then two
     registers per row would be taken away from other programs. A barrier keeps the assembler from
     loading it first all the same.
     """
-    kernel, name = V.kernel, PREFIX + "late"
+    name = PREFIX + "late"
     if not kernel.persistent_reduction:
         return kernel.loads
     if name not in kernel.__dict__:

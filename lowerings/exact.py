@@ -159,9 +159,8 @@ def on_grid(value: OpsValue, dtype: torch.dtype) -> OpsValue:
     dropped = FP32_MANTISSA_BITS - mantissa_bits
     half = 1 << (FP32_MANTISSA_BITS - 1)
     anchor = from_bits(ops.add(exponent, i32((dropped << FP32_MANTISSA_BITS) + half)))
-    rounded_value = ops.sub(ops.add(value, anchor), anchor)
-    sign = ops.bitwise_and(bits(value), i32(SIGN_BIT))
-    return from_bits(ops.bitwise_or(bits(rounded_value), sign))
+    there = ops.sub(ops.add(value, anchor), anchor)
+    return from_bits(ops.bitwise_or(bits(there), ops.bitwise_and(bits(value), i32(SIGN_BIT))))
 
 
 def e4m3_cast(value: OpsValue, target: Target) -> OpsValue:
