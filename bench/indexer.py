@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import copy_bandwidth, graph_us, header, matmul_rate, report
+from measure import compiled, copy_bandwidth, graph_us, header, matmul_rate, report
 from torch import Tensor
 
 from fp8kv_inductor import Pool, indexer_scores
@@ -61,12 +61,6 @@ def arguments(tokens: int, context: int, live: float, idx: Pool) -> tuple[Any, .
         torch.arange(tokens, device=device),
         torch.full((tokens,), int(live * pages * ROWS_PER_PAGE), device=device),
     )
-
-
-def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` compiled for the shapes of its first call."""
-    torch._dynamo.reset()
-    return torch.compile(fn, fullgraph=True, dynamic=False)
 
 
 def main() -> None:

@@ -30,6 +30,12 @@ def header(device: str = "cuda") -> dict[str, str]:
     }
 
 
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` compiled for the shapes of its first call."""
+    torch._dynamo.reset()
+    return torch.compile(fn, fullgraph=True, dynamic=False)
+
+
 def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
     """Median microseconds per call of a CUDA graph that runs ``calls`` in order.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import copy_bandwidth, graph_us, header, matmul_rate, report
+from measure import compiled, copy_bandwidth, graph_us, header, matmul_rate, report
 
 from fp8kv_inductor import Pool, numerics, store
 from fp8kv_inductor.chains import MODEL, read
@@ -60,12 +60,6 @@ def arguments(queries: int, heads: int, columns: int, pools: tuple[Pool, Pool]) 
         counts.cuda(),
         torch.randn(heads, device="cuda"),
     )
-
-
-def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` compiled for the shapes of its first call."""
-    torch._dynamo.reset()
-    return torch.compile(fn, fullgraph=True, dynamic=False)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from measure import copy_bandwidth, graph_us, header, report
+from measure import compiled, copy_bandwidth, graph_us, header, report
 
 from fp8kv_inductor import Pool, get_format, numerics
 from fp8kv_inductor.chains import MODEL, angles, rms_norm, store_chain
@@ -75,8 +75,7 @@ def main() -> None:
         row = {"rows": rows}
         for name, fn in variants.items():
             if name in ("ours", "plain"):
-                torch._dynamo.reset()
-                fn = torch.compile(fn, fullgraph=True, dynamic=False)
+                fn = compiled(fn)
             row[f"{name} us"] = graph_us([lambda a=a, fn=fn: fn(*a) for a in inputs])
         gbps = rows * bytes_per_row() / row["ours us"] / 1e3
         row["GB/s"] = gbps
