@@ -48,7 +48,7 @@ class Requests:
         model, device = plan.cache.model, plan.cache.device
         self.vocab_size = model.vocab_size
         self.inputs = StepInputs(
-            sorted(set(model.compress_ratios) - {0}),
+            model.ratios,
             batch,
             batch,
             plan.pages_for(max_context),

@@ -128,7 +128,6 @@ def decode_inputs(tokens: int) -> tuple[Tensor, StepBatch]:
     table = torch.zeros(tokens, pages, dtype=torch.int64)
     each = torch.arange(tokens)
     nothing = torch.zeros(tokens, dtype=torch.int64)
-    ratios = set(MODEL.compress_ratios) - {0}
     batch = StepBatch(
         tokens=nothing,
         positions=torch.full((tokens,), PAGE_SIZE),
@@ -137,7 +136,7 @@ def decode_inputs(tokens: int) -> tuple[Tensor, StepBatch]:
         remaining=nothing,
         page_table=table,
         window_table=table.clone(),
-        closing={ratio: each for ratio in sorted(ratios)},
+        closing={ratio: each for ratio in MODEL.ratios},
         last=each,
     )
     return torch.zeros(tokens, MODEL.dim, dtype=torch.bfloat16), batch

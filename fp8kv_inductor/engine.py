@@ -171,7 +171,7 @@ class Engine:
         self._pools = KVPools(self.plan)
         model.bind(self._pools)
         self._inputs = StepInputs(
-            sorted({ratio for ratio in cache.model.compress_ratios if ratio}),
+            cache.model.ratios,
             max(prefill_chunk, max_batch),
             max_batch,
             -(-max_len // cache.page_size),

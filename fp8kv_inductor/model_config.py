@@ -54,6 +54,11 @@ class ModelConfig:
         return len(self.compress_ratios)
 
     @property
+    def ratios(self) -> list[int]:
+        """The ratios that compress, each once, in ascending order."""
+        return sorted(set(self.compress_ratios) - {0})
+
+    @property
     def nope_head_dim(self) -> int:
         """Leading features of a KV row that ``act_quant`` rounds."""
         return self.head_dim - self.rope_head_dim

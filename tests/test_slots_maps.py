@@ -11,7 +11,7 @@ from fp8kv_inductor.model_config import TINY
 from fp8kv_inductor.slots import StepBatch
 
 REQUESTS, PAGES, WINDOW_PAGES = 3, 4, 10
-RATIOS = sorted({ratio for ratio in TINY.compress_ratios if ratio})
+RATIOS = TINY.ratios
 WINDOW = TINY.window_size
 
 

@@ -68,7 +68,7 @@ def prepare(batch: StepBatch, model: ModelConfig, rotary: Rotary) -> Step:
     """Derive everything from the page tables of ``batch``, on the device."""
     window_indices = slots.window_indices(batch, model.window_size)
     ratios: dict[int, RatioStep] = {}
-    for ratio in sorted(set(model.compress_ratios) - {0}):
+    for ratio in model.ratios:
         ring = model.state_ring(ratio)
         groups = slots.groups(batch, ratio, ring)
         ratios[ratio] = RatioStep(
