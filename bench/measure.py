@@ -90,13 +90,19 @@ def alternated(
     return {name: statistics.median(found) for name, found in values.items()}
 
 
-def copy_bandwidth(nbytes: int = 1 << 30) -> float:
-    """Bytes per second of a copy by an elementwise kernel, counting what is read and written.
+def copy_us(moved: int, calls: int) -> float:
+    """Microseconds of a copy that moves ``moved`` bytes, read and written ones counted.
 
-    Not ``copy_``, which becomes a memcpy node and runs on the slower copy engines.
+    By an elementwise kernel, with ``calls`` pairs of tensors in turn. Not ``copy_``, which becomes
+    a memcpy node and runs on the slower copy engines.
     """
-    source, target = torch.randn(2, nbytes // 4, device="cuda")
-    return 2 * nbytes / graph_us([lambda: torch.neg(source, out=target)] * 4) * 1e6
+    pairs = [torch.randn(2, max(1, moved // 8), device="cuda") for _ in range(calls)]
+    return graph_us([lambda pair=pair: torch.neg(pair[0], out=pair[1]) for pair in pairs])
+
+
+def copy_bandwidth(moved: int = 2 << 30) -> float:
+    """Bytes per second of a large copy, see :func:`copy_us`."""
+    return moved / copy_us(moved, 2) * 1e6
 
 
 def matmul_rate(size: int = 8192) -> float:

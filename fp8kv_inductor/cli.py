@@ -110,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="file whose bytes are the tokens; without it, a text that comes with the package",
     )
     command.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    command.add_argument("--model", choices=PRESETS, default="tiny", help="which model")
+    command.add_argument("--model", choices=PRESETS, default="bytes", help="which model")
     command.add_argument(
         "--new-tokens", type=at_least(2), default=32, metavar="N", help="tokens to generate"
     )

@@ -16,7 +16,7 @@ def test_a_world_size_that_does_not_fit_the_model():
     process = torchrun(4, *DEMO, timeout=120)
     assert process.returncode != 0
     assert process.stdout == ""
-    assert "found world size 4 and o_groups=2 in 'tiny'" in process.stderr
+    assert "found world size 4 and o_groups=2 in 'bytes'" in process.stderr
     assert "use 1 or 2" in process.stderr
 
 

@@ -13,10 +13,6 @@ from bench.quality.forward import TrainingForward
 from fp8kv_inductor.model_config import BYTES, PRESETS
 from fp8kv_inductor.models.deepseek_v4 import shipped_weights
 
-pytestmark = pytest.mark.skipif(
-    shipped_weights(BYTES) is None, reason="no trained checkpoint is in fp8kv_inductor/data yet"
-)
-
 ASCII_BITS = 7
 
 
