@@ -30,6 +30,7 @@ from fp8kv_inductor.formats import (
 from fp8kv_inductor.lowerings import block, exact, pairs
 from fp8kv_inductor.lowerings.exact import F32, I32, OpsValue, Target
 from fp8kv_inductor.lowerings.loops import Index, Loader, reduction_loader
+from fp8kv_inductor.lowerings.reloads import wait_for_stores
 from fp8kv_inductor.lowerings.schedule import RowBuffer, keep_rows_whole, row_box
 from fp8kv_inductor.lowerings.small_reductions import is_row_op
 from fp8kv_inductor.numerics import ACT_QUANT_AMAX_MIN, FP32_BIAS, act_quant_exponent_max
@@ -42,6 +43,7 @@ def register() -> tuple[str, ...]:
     """Register the lowerings of rope, act_quant and store; returns their names."""
     block.register_primitives()
     keep_rows_whole()
+    wait_for_stores()
     lowerings: dict[str, Callable[..., Any]]
     lowerings = {"rope": _rope, "act_quant": _act_quant, "store": _store}
     for name, lowering in lowerings.items():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from bench.quality import corpus, recall
+from bench.quality import corpus, evaluate, recall
 from bench.quality.forward import TrainingForward
 from fp8kv_inductor.model_config import BYTES, PRESETS
 from fp8kv_inductor.models.deepseek_v4 import shipped_weights
@@ -50,3 +50,16 @@ def test_it_repeats_a_code_from_outside_of_the_window(model):
         picks = model(padded).logits[0, count - recall.DIGITS - 1 : count - 1].argmax(-1)
         right += torch.equal(picks, tokens[0, -recall.DIGITS :])
     assert right > 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])
+def test_compiled_steps_repeat_codes_from_far_back(fmt):
+    """Picks among a thousand rows: what a kernel gets wrong now and then is not repeated."""
+    settings = evaluate.Settings(
+        BYTES, shipped_weights(BYTES), "cuda", sequence=4096, distances={"4K": 4096}, prompts=16
+    )
+    engine = evaluate.make_engine(settings, fmt, compile=True)
+    assert evaluate.recall_rates(engine, settings)["4K"] > 0.9
+    tokens = evaluate.heldout_sequences(settings)[0]
+    assert torch.equal(engine.score(tokens), engine.score(tokens))

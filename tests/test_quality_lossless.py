@@ -1,10 +1,9 @@
 """The lossless claim end to end: with the rope tail kept aside, pow2 pools are bf16 pools.
 
 Kept aside means that the tail is rounded before the store, alike in all formats. What is left to
-the pools are rows that power-of-two scales hold exactly, so the read has the same operands.
+the pools are rows that power-of-two scales hold exactly, so the read has the same operands, and
+where it adds them in the same order, as on the CPU, the same results.
 """
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from quality_small import READER
 from safetensors.torch import save_file
 
 from bench.quality import evaluate
-from fp8kv_inductor import Pool, ops
+from fp8kv_inductor import Pool, numerics, ops
 from fp8kv_inductor.formats import FORMATS
 from fp8kv_inductor.model_config import BYTES
 from fp8kv_inductor.models.deepseek_v4 import random_weights
@@ -21,26 +20,15 @@ from fp8kv_inductor.models.deepseek_v4.attention import Attention
 POW2 = [name for name, fmt in FORMATS.items() if fmt.rule == "pow2"]
 
 
-def settings(config, folder, device, compile):
-    path = folder / "weights.safetensors"
-    save_file(random_weights(config, 0), path)
-    return evaluate.Settings(
-        config, path, device, compile, sequence=512, distances={"256": 256}, batch=2, chunk=200
-    )
-
-
-def run(settings, fmt, compile=False, aside=True):
+def run(settings, fmt, aside=True):
     """Logits of a prompt, tokens that follow it, and what every attention layer gave."""
-    engine = evaluate.make_engine(settings, fmt, compile)
+    engine = evaluate.make_engine(settings, fmt, compile=False)
     if aside:
         evaluate.keep_tail_aside(engine.model, evaluate.pow2_block())
     outputs: list[torch.Tensor] = []
-    hooks = []
-    if not compile:
-        for module in engine.model.modules():
-            if isinstance(module, Attention):
-                hook = module.register_forward_hook(lambda _, __, out: outputs.append(out.cpu()))
-                hooks.append(hook)
+    for module in engine.model.modules():
+        if isinstance(module, Attention):
+            module.register_forward_hook(lambda _, __, out: outputs.append(out))
     tokens = evaluate.heldout_sequences(settings)[0][:400]
     logits = engine.score(tokens)
     generated = engine.generate([tokens[:300], tokens[:150]], 40)
@@ -49,7 +37,11 @@ def run(settings, fmt, compile=False, aside=True):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    at = settings(READER, tmp_path_factory.mktemp("lossless"), "cpu", False)
+    path = tmp_path_factory.mktemp("lossless") / "weights.safetensors"
+    save_file(random_weights(READER, 0), path)
+    at = evaluate.Settings(
+        READER, path, "cpu", sequence=512, distances={"256": 256}, batch=2, chunk=200
+    )
     return at, run(at, "bf16")
 
 
@@ -81,52 +73,22 @@ def test_keeping_the_tail_aside_rounds_nothing_else():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", POW2)
-@pytest.mark.parametrize("tokens", [4, 1024], ids=["split-k", "prefill"])
-def test_compiled_store_and_read_are_bit_identical(fmt, tokens):
-    """Given rows, through one compiled graph of each format."""
+def test_compiled_stores_hold_the_same_rows(fmt):
+    """On a GPU sums of the read have another order for each format; the rows are the same bits."""
     config, n_slots = BYTES, 4096
     rows = torch.randn(n_slots, config.head_dim, device="cuda").to(torch.bfloat16)
     slots = torch.randperm(n_slots, device="cuda")
-    q = torch.randn(tokens, config.n_heads, config.head_dim, device="cuda").to(torch.bfloat16)
-    columns = config.window_size + 640
-    indices = torch.randint(n_slots, (tokens, columns), device="cuda", dtype=torch.int32)
-    counts = torch.randint(columns - config.window_size, (tokens,), device="cuda")
-    sink = torch.randn(config.n_heads, device="cuda")
     block = evaluate.pow2_block()
 
-    def step(rows, slots, pool, q, indices, counts, sink):
+    def step(rows, slots, pool):
         own = ops.act_quant(rows, config.nope_head_dim)
         ops.store(ops.act_quant(own, config.head_dim, block), slots, pool)
-        return ops.sparse_attention(
-            q,
-            pool,
-            pool,
-            indices,
-            counts.to(torch.int32),
-            sink,
-            config.window_size,
-            config.softmax_scale,
-        )
 
-    results = {}
-    for name in ("bf16", fmt, "fp8_e4m3_amax"):
+    def stored(name):
         torch._dynamo.reset()
         pool = Pool.empty(n_slots, config.head_dim, name, "cuda")
-        results[name] = torch.compile(step, fullgraph=True)(
-            rows, slots, pool, q, indices, counts, sink
-        )
-    for ours, expected in zip(results[fmt], results["bf16"], strict=True):
-        assert torch.equal(ours, expected)
-    assert not torch.equal(results["fp8_e4m3_amax"][0], results["bf16"][0])
+        torch.compile(step, fullgraph=True)(rows, slots, pool)
+        return numerics.decode_rows(pool.data, pool.scale, pool.format)
 
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_the_compiled_model_is_bit_identical(tmp_path):
-    """Prefill and decode of the whole model, one compiled graph each."""
-    config = replace(BYTES, n_routed_experts=2)
-    at = settings(config, tmp_path, "cuda", True)
-    logits, generated, _ = run(at, "bf16", compile=True)
-    for fmt in POW2:
-        ours, continued, _ = run(at, fmt, compile=True)
-        assert torch.equal(ours, logits) and continued == generated
+    assert torch.equal(stored(fmt), stored("bf16"))
+    assert not torch.equal(stored("fp8_e4m3_amax"), stored("bf16"))
