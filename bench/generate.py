@@ -70,6 +70,7 @@ def make_engine(
         compile=compiled,
         compile_options=CPU_OPTIONS if options.device == "cpu" else None,
         cuda_graph="capture" if compiled and options.device == "cuda" else None,
+        batch_invariant=options.batch_invariant,
     )
     engine.warm_up()
     return engine
@@ -130,6 +131,7 @@ def run(options: argparse.Namespace, parallel: Parallel) -> list[dict[str, Any]]
         **describe(config, parallel),
         "prompt": options.prompt,
         "new tokens of several streams": options.new_tokens,
+        "batch invariant": options.batch_invariant,
     }
     model = draw_model(config, options, parallel)
     results: list[dict[str, Any]] = []
@@ -150,6 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--fill", type=float, default=0.85, help="see budget_bytes")
     options.add_argument("--chunk", type=int, default=512, help="tokens of a prefill step")
     options.add_argument("--rounds", type=int, default=1, help="half the samples of a median")
+    options.add_argument(
+        "--batch-invariant", action="store_true", help="engines that give requests their own bits"
+    )
     parsed = options.parse_args(arguments)
     with from_environment(parsed.device) as parallel:
         run(parsed, parallel)

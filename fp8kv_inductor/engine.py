@@ -92,7 +92,8 @@ class Engine:
     in order of arrival, when a row and the pages of its prompt are there, and takes further pages
     while it decodes. When none is free, the youngest running request is preempted: its pages go to
     the others, and it waits, first in line, until prefill can run its prompt and its output so far
-    again. The oldest one always runs on, so all come to their ends.
+    again. The oldest one always runs on, so all come to their ends. A batch-invariant engine works
+    without preemption, see ``batch_invariant`` below.
 
     Each rank of a tensor-parallel model has an engine. They get the same requests and budget in the
     same order, run the same steps, and sample the same tokens from the same logits.
@@ -116,6 +117,7 @@ class Engine:
         compile: bool = True,
         compile_options: dict[str, Any] | None = None,
         cuda_graph: CudaGraph | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """Plan and allocate the pools, bind them to the model, wrap it for compilation.
 
@@ -132,10 +134,16 @@ class Engine:
             compile_options: Inductor's, as for ``torch.compile(options=...)``.
             cuda_graph: run decode as a CUDA graph, captured at its first step; prefill, whose
                 sizes change, never is one.
+            batch_invariant: a request gets the same bits whatever else runs. All its steps then
+                have sizes of their own: prompts are run one at a time, in chunks padded to
+                ``prefill_chunk``, decode steps have ``max_batch`` rows as always, and a request
+                starts when all its pages are free, so that none is preempted. Costs time where
+                prompts are short and pages where answers are long.
 
         Raises:
             ConfigError: the budget does not hold one page, the model has fewer than max_len
-                positions, or the device cannot have the graph.
+                positions, the device cannot have the graph, or a plan has too few window pages for
+                whole chunks.
             ValueError: a limit is too small.
         """
         for name, value, least in (
@@ -168,6 +176,14 @@ class Engine:
             if isinstance(budget, PoolPlan)
             else plan_pages(cache, budget, partial(window_pages, cache, max_batch, prefill_chunk))
         )
+        self._batch_invariant = batch_invariant
+        needed = window_pages(cache, max_batch, prefill_chunk, self.plan.num_pages)
+        if batch_invariant and self.plan.window_pages < needed:
+            raise ConfigError(
+                f"found {self.plan.window_pages} window pages; batch_invariant needs {needed} for "
+                f"max_batch={max_batch} and prefill_chunk={prefill_chunk}, or chunks would end "
+                "where other requests leave pages; plan more, or lower one of them"
+            )
         self._pools = KVPools(self.plan)
         model.bind(self._pools)
         self._inputs = StepInputs(
@@ -343,9 +359,11 @@ class Engine:
     def _admit(self) -> None:
         while self._waiting:
             request = self._requests[self._waiting[0]]
-            tokens = request.stored_tokens
-            # One more than prefill stores, or its work could be lost to the first decode step.
-            row = self.pages.admit(tokens, min(len(request.context) + 1, tokens))
+            tokens = first = request.stored_tokens
+            if not self._batch_invariant:
+                # One more than prefill stores, or its work could be lost to the first decode step.
+                first = min(len(request.context) + 1, tokens)
+            row = self.pages.admit(tokens, first)
             if row is None:
                 return
             request.row = row
@@ -385,7 +403,7 @@ class Engine:
             if end == len(request.context):
                 complete[request_id] = request
                 last.append(self.prefill_chunk - room - 1)
-            if not room:
+            if not room or self._batch_invariant:
                 break
         logits = self.run_prefill(segments, last)
         for request in prompts.values():
@@ -440,7 +458,8 @@ class Engine:
             `[max(len(last), 2), V]` logits of the tokens ``last``, then of padding.
         """
         self._check_pools()
-        size = self.prefill_chunk if self._first_prefill else MIN_SIZE
+        whole = self._first_prefill or self._batch_invariant
+        size = self.prefill_chunk if whole else MIN_SIZE
         self._first_prefill = False
         batch = self._inputs.prefill(segments, last, size)
         per_token = (batch.tokens, batch.positions, batch.request, batch.offset, batch.remaining)

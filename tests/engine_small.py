@@ -56,6 +56,7 @@ def make_engine(
     device="cpu",
     dtype=torch.float32,
     cuda_graph=None,
+    batch_invariant=False,
 ):
     return Engine(
         make_model(config, kv_cache_dtype, rounding, parallel, device, dtype),
@@ -66,6 +67,7 @@ def make_engine(
         compile=compile,
         compile_options=CPU_OPTIONS if compile and device == "cpu" else None,
         cuda_graph=cuda_graph,
+        batch_invariant=batch_invariant,
     )
 
 

@@ -1,6 +1,8 @@
 """torch.export and AOTInductor: dynamic numbers of tokens and slots, the pool written in place."""
 
 import contextlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -81,8 +83,26 @@ def test_exported_programs_survive_a_file(tmp_path):
         check(step, tokens, n_slots)
 
 
+PLAIN_PACKAGE = """
+import sys, torch
+from torch.export import export
+class Double(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+package = torch._inductor.aoti_compile_and_package(
+    export(Double(), (torch.ones(2, device="cuda"),)), package_path=sys.argv[1]
+)
+torch._inductor.aoti_load_package(package)
+"""
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_ahead_of_time_package(device, tmp_path):
+    if device == "cuda":
+        # In another process, which may crash: packages of some builds do.
+        command = [sys.executable, "-c", PLAIN_PACKAGE, str(tmp_path / "plain.pt2")]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("this torch cannot load any CUDA package of AOTInductor, without us either")
     options = {"aot_inductor.compile_wrapper_opt_level": "O0"}
     if device == "cpu":
         options |= CPU_OPTIONS
