@@ -28,7 +28,7 @@ test-torch: $(OTHER)/.installed
 $(OTHER)/.installed: pyproject.toml constraints.txt
 	@test -n "$(TORCH)" || { echo "which torch? make test-torch TORCH=2.15.0"; exit 1; }
 	$(PYTHON) -m venv $(OTHER)
-	grep -Ev '^(torch|triton)==' constraints.txt > $(OTHER)/constraints.txt
+	grep -Ev '^(torch|triton|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	printf '%s\n' torch==$(TORCH) $(if $(TRITON),triton==$(TRITON)) >> $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --constraint $(OTHER)/constraints.txt setuptools torch
 	$(OTHER)/bin/python -m pip install --constraint $(OTHER)/constraints.txt \

@@ -22,7 +22,7 @@ from math import ceil
 from typing import Any
 
 import torch
-from measure import alternated, header, report
+from measure import alternated, header, report, tracked
 from shaped import MODES, describe, draw_model, integers, parser, rows_of, shaped, twins
 
 from fp8kv_inductor.budget import PoolPlan
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace, parallel: Parallel) -> list[dict[str, Any]]
     }
     model = draw_model(config, options, parallel)
     results: list[dict[str, Any]] = []
-    for streams in options.streams:
+    for streams in tracked(options.streams, "streams", parallel.rank):
         results.append(measure_streams(streams, model, options))
         if parallel.rank == 0:
             name = options.name or f"generate-tp{parallel.world_size}"

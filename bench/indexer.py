@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import compiled, copy_bandwidth, graph_us, header, matmul_rate, report
+from measure import compiled, copy_bandwidth, graph_us, header, matmul_rate, report, tracked
 from torch import Tensor
 
 from fp8kv_inductor import Pool, indexer_scores
@@ -74,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
     bandwidth, flops = copy_bandwidth(), matmul_rate()
     results = []
-    for context in map(int, options.contexts.split(",")):
+    for context in tracked([int(part) for part in options.contexts.split(",")], "contexts"):
         for tokens in map(int, options.tokens.split(",")):
             keys = tokens * context // OVERLAP_RATIO
             # At least twice the largest L2, so that calls in turn find their keys cold.

@@ -6,19 +6,22 @@ import csv
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 FLUSH_BYTES = 256 << 20
 """Written between replays: several times the L2 of any GPU so far."""
 
 REPLAYS = 20
+
+Item = TypeVar("Item")
 
 
 def header(device: str = "cuda") -> dict[str, str]:
@@ -110,6 +113,11 @@ def matmul_rate(size: int = 8192) -> float:
     left, right = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(left)
     return 2 * size**3 / graph_us([lambda: torch.mm(left, right, out=out)] * 8) * 1e6
+
+
+def tracked(items: Sequence[Item], what: str, rank: int = 0) -> Iterable[Item]:
+    """``items``, with a progress bar on stderr of rank 0."""
+    return track(items, what, console=Console(stderr=True), disable=rank > 0)
 
 
 def _cell(value: Any) -> str:

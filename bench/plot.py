@@ -2,10 +2,10 @@
 
     python bench/plot.py [--results bench/results]            # needs the extra `plot`
 
-    step-tp1*.json          step-time.svg   time of a step against batch, one panel per context
-                            roofline.svg    steps against the measured ceilings
-    quality-*.json          error.svg       error of a pool's rows and of the logits, by format
-    (nothing: the planner)  pages.svg       pages against context, by cache mode
+    step-tp1*.json          step-time.png   time of a step against batch, one panel per context
+                            roofline.png    steps against the measured ceilings
+    quality-*.json          error.png       error of a pool's rows and of the logits, by format
+    (nothing: the planner)  pages.png       pages against context, by cache mode
 
 Lines and points differ by dash and marker, not by colour alone.
 """
@@ -28,6 +28,9 @@ STYLES = {
     "compiled fp8": {"color": "0.0", "linestyle": "-", "marker": "^"},
 }
 """Circles are bf16 rows, triangles fp8 rows; eager is light and dotted."""
+
+MILLISECONDS = [digit * 10**power for power in range(-2, 4) for digit in (1, 2, 5)]
+"""Labels of the axis of time."""
 
 VRAM = 48 << 30
 CONTEXTS = [1 << power for power in range(10, 20)]
@@ -104,6 +107,9 @@ def draw_step_times(result: dict[str, Any], path: Path) -> None:
             axis.loglog(*zip(*points, strict=True), label=column, markersize=5, **STYLES[column])
         batches = sorted({batch for points in lines.values() for batch, _ in points})
         axis.set_xticks(batches, labels=map(str, batches))
+        low, high = axis.get_ylim()
+        ticks = [tick for tick in MILLISECONDS if low <= tick <= high]
+        axis.set_yticks(ticks, labels=map(str, ticks))
         axis.minorticks_off()
         axis.set(xlabel="batch", title=f"{context:,} tokens of context")
         axis.grid(color="0.9")
@@ -126,11 +132,11 @@ def draw_roofline(result: dict[str, Any], path: Path) -> None:
     axis.loglog([low, knee, high], [low * bandwidth, peak, peak], color="0.0", linewidth=1)
     label = {"fontsize": 8, "textcoords": "offset points"}
     axis.annotate(f"copy {bandwidth:.2f} TB/s", (low, low * bandwidth), xytext=(12, 2), **label)
-    axis.annotate(f"matmul {peak:.0f} TFLOP/s", (high, peak), xytext=(0, -11), ha="right", **label)
+    axis.annotate(f"matmul {peak:.0f} TFLOP/s", (high, peak), xytext=(0, 4), ha="right", **label)
     for column, series in points.items():
         style = {**STYLES[column], "linestyle": "none"}
         axis.loglog(*zip(*series, strict=True), label=column, markersize=5, **style)
-    axis.set(xlabel="FLOP per byte that a step needs", ylabel="TFLOP/s")
+    axis.set(xlabel="FLOP per byte that a step needs", ylabel="TFLOP/s", ylim=(None, 3 * peak))
     axis.grid(color="0.9")
     axis.legend(frameon=False)
     axis.set_title(_title(result), fontsize=8)
@@ -181,9 +187,8 @@ def _title(result: dict[str, Any]) -> str:
 def _save(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    # Without date and random ids: the same numbers give the same file.
-    with plt.rc_context({"svg.hashsalt": "fp8kv"}):
-        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    # Without the version of matplotlib: the same numbers give the same file.
+    figure.savefig(path, bbox_inches="tight", dpi=120, metadata={"Software": None})
     plt.close(figure)
     print(path)
 
@@ -199,14 +204,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Batches may have been measured one by one.
         rows = sorted((row for each in steps for row in each["rows"]), key=_place)
         result = {**steps[0], "rows": rows}
-        draw_step_times(result, folder / "step-time.svg")
+        draw_step_times(result, folder / "step-time.png")
         if "copy TB/s" in result:
-            draw_roofline(result, folder / "roofline.svg")
+            draw_roofline(result, folder / "roofline.png")
     if found := sorted(folder.glob("quality-*.json")):
         bars = errors([json.loads(path.read_text()) for path in found])
-        draw_errors(bars, folder / "error.svg")
+        draw_errors(bars, folder / "error.png")
     title = f"V4-Flash, two GPUs of {VRAM >> 30} GiB"
-    draw_pages(pages_by_context("v4-flash", VRAM, tp=2), title, folder / "pages.svg")
+    draw_pages(pages_by_context("v4-flash", VRAM, tp=2), title, folder / "pages.png")
 
 
 if __name__ == "__main__":

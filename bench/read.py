@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import compiled, copy_bandwidth, graph_us, header, matmul_rate, report
+from measure import compiled, copy_bandwidth, graph_us, header, matmul_rate, report, tracked
 
 from fp8kv_inductor import Pool, numerics, store
 from fp8kv_inductor.chains import MODEL, read
@@ -73,7 +73,7 @@ def main() -> None:
     pools = {fmt: (filled_pool(fmt), filled_pool(fmt)) for fmt in FORMATS}
     results = []
     for heads in map(int, options.heads.split(",")):
-        for queries, columns in SHAPES:
+        for queries, columns in tracked(SHAPES, f"{heads} heads"):
             calls = max(2, min(20, 4096 // queries))
             inputs = {
                 fmt: [arguments(queries, heads, columns, pools[fmt]) for _ in range(calls)]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from measure import alternated, call_us, copy_bandwidth, header, matmul_rate, report
+from measure import alternated, call_us, copy_bandwidth, header, matmul_rate, report, tracked
 from shaped import describe, draw_model, integers, parser, rows_of, shaped, twins
 from torch import Tensor
 
@@ -197,7 +197,7 @@ def run(options: argparse.Namespace, parallel: Parallel) -> list[dict[str, Any]]
         head["copy TB/s"] = f"{ceilings[0] / 1e12:.2f}"
         head["matmul TFLOP/s"] = f"{ceilings[1] / 1e12:.0f}"
     results: list[dict[str, Any]] = []
-    for batch in options.batches:
+    for batch in tracked(options.batches, "batches", parallel.rank):
         results += measure_batch(models, batch, options, ceilings)
         if parallel.rank == 0:
             name = options.name or f"step-tp{parallel.world_size}"

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from measure import compiled, copy_bandwidth, copy_us, graph_us, header, report
+from measure import compiled, copy_bandwidth, copy_us, graph_us, header, report, tracked
 
 from fp8kv_inductor import Pool, get_format, numerics
 from fp8kv_inductor.chains import MODEL, angles, rms_norm, store_chain
@@ -53,7 +53,7 @@ def main() -> None:
     weight = (torch.rand(MODEL.head_dim) + 0.5).cuda()
     bandwidth = copy_bandwidth()
     results = []
-    for rows in ROWS:
+    for rows in tracked(ROWS, "rows"):
         calls = max(4, min(64, (1 << 16) // rows))
         slots = torch.randperm(N_SLOTS)[: rows * min(calls, N_SLOTS // rows)].cuda().split(rows)
         inputs = [

@@ -101,6 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "demo",
         help="run one text through bf16 and fp8 pools, eager and compiled",
+        epilog="example: fp8kv demo --text README.md --prompt-bytes 512 --json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     command.add_argument(
@@ -211,6 +212,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def make_progress(disable: bool = False) -> Progress:
+    """A bar on stderr for each task, so that stdout has the result alone."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), disable=disable)
+
+
 def run_demo(arguments: argparse.Namespace) -> None:
     """``fp8kv demo``: the result on stdout, progress on stderr, both of rank 0."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -223,16 +236,9 @@ def run_demo(arguments: argparse.Namespace) -> None:
         budget=arguments.budget,
         seed=arguments.seed,
     )
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
     with (
         from_environment(options.device) as parallel,
-        Progress(*columns, console=Console(stderr=True), disable=parallel.rank > 0) as progress,
+        make_progress(disable=parallel.rank > 0) as progress,
     ):
         result = demo.run(options, progress, parallel)
     if parallel.rank > 0:
@@ -296,7 +302,10 @@ def run_code(arguments: argparse.Namespace) -> None:
     register()
     torch.manual_seed(0)
     fn, args = CHAINS[arguments.chain](arguments.rows, arguments.fmt)
-    code = cuda_source(fn, args, int(arguments.target.removeprefix("sm_")))
+    with make_progress() as progress:
+        task = progress.add_task(f"{arguments.chain} for {arguments.target}", total=1)
+        code = cuda_source(fn, args, int(arguments.target.removeprefix("sm_")))
+        progress.advance(task)
     modules = [value for value in (fn, *args) if isinstance(value, torch.nn.Module)]
     pools = [pool for root in modules for pool in root.modules() if isinstance(pool, Pool)]
     if not arguments.json:

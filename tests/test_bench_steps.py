@@ -160,6 +160,6 @@ def test_pictures_are_drawn(tmp_path):
     (tmp_path / "quality-tiny.json").write_text(json.dumps(QUALITY))
     plot.main(["--results", str(tmp_path)])
     names = ("step-time", "roofline", "error", "pages")
-    first = [(tmp_path / f"{name}.svg").read_bytes() for name in names]
+    first = [(tmp_path / f"{name}.png").read_bytes() for name in names]
     plot.main(["--results", str(tmp_path)])
-    assert first == [(tmp_path / f"{name}.svg").read_bytes() for name in names]
+    assert first == [(tmp_path / f"{name}.png").read_bytes() for name in names]

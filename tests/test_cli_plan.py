@@ -119,9 +119,3 @@ def test_bad_usage_exits_with_two(arguments):
     with pytest.raises(SystemExit) as exit:
         cli.main(arguments)
     assert exit.value.code == 2
-
-
-def test_help_shows_an_example(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["plan", "--help"])
-    assert "example: fp8kv plan --model v4-flash --vram 48GiB" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from model_steps import Oracle, per_token
 from bench.quality import forward
 from bench.quality.forward import TrainingForward
 from fp8kv_inductor import numerics
+from fp8kv_inductor.formats import get_format
 from fp8kv_inductor.model_config import TINY
 from fp8kv_inductor.models.deepseek_v4 import random_weights
 from fp8kv_inductor.models.deepseek_v4.dense import DenseReference, StraightThrough
@@ -48,12 +49,15 @@ def in_fp64(weights, requires_grad=False):
 
 
 @torch.no_grad()
-def test_every_sequence_equals_the_oracle(weights):
+@pytest.mark.parametrize("fmt", [None, "fp8_e4m3"])
+def test_every_sequence_equals_the_oracle(weights, fmt):
     tokens = some_tokens(2)
-    result = TrainingForward(CONFIG, weights)(tokens)
+    row_format = fmt and get_format(fmt)
+    result = TrainingForward(CONFIG, weights, row_format=row_format)(tokens)
     for sequence, logits in zip(tokens, result.logits, strict=True):
-        exact = DenseReference(CONFIG, weights, torch.float64).forward(sequence)
-        oracle = Oracle(CONFIG, weights, sequence, "bf16", True)
+        dense = DenseReference(CONFIG, weights, torch.float64, kv_format=row_format)
+        exact = dense.forward(sequence)
+        oracle = Oracle(CONFIG, weights, sequence, fmt or "bf16", True)
         distance = per_token(logits, exact)
         assert distance.max() <= oracle.worst
         assert distance.median() <= oracle.median

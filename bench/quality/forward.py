@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8kv_inductor import numerics
+from fp8kv_inductor.formats import RowFormat
 from fp8kv_inductor.model_config import ModelConfig
 from fp8kv_inductor.models.deepseek_v4.dense import StraightThrough
 from fp8kv_inductor.models.deepseek_v4.indexer import fp4_quant, hadamard
@@ -127,6 +128,7 @@ class TrainingForward:
         dtype: of everything but wide products.
         product_dtype: of wide products, by default ``dtype``.
         compile: let Inductor fuse what happens token by token.
+        row_format: of the pools that rows are rounded as in, None for rows that no pool rounds.
     """
 
     def __init__(
@@ -136,8 +138,10 @@ class TrainingForward:
         dtype: torch.dtype = torch.float32,
         product_dtype: torch.dtype | None = None,
         compile: bool = False,
+        row_format: RowFormat | None = None,
     ) -> None:
         self.config = config
+        self.row_format = row_format
         self.weights = weights
         self.dtype = dtype
         self.product_dtype = product_dtype or dtype
@@ -223,8 +227,11 @@ class TrainingForward:
         return torch.cat([x[..., :first], turned.flatten(-2)], -1)
 
     def kv_row(self, rows: Tensor) -> Tensor:
-        """The model's fp8 round trip of KV rows."""
+        """The model's fp8 round trip of KV rows, then the pool's."""
         rounded = numerics.act_quant(rows.detach(), self.config.nope_head_dim)
+        if self.row_format is not None:
+            stored = numerics.encode_rows(rounded, self.row_format)
+            rounded = numerics.decode_rows(*stored, self.row_format).to(rows.dtype)
         return StraightThrough.apply(rows, rounded)
 
     def index_row(self, x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from bench.quality import corpus, recall
 from bench.quality.forward import TrainingForward
+from fp8kv_inductor.formats import FORMATS, RowFormat, get_format
 from fp8kv_inductor.model_config import BYTES, ModelConfig
 from fp8kv_inductor.models.deepseek_v4 import random_weights
 
@@ -157,6 +158,7 @@ def check(
         },
         model.dtype,
         model.product_dtype,
+        row_format=model.row_format,
     )
     length = schedule.lengths[1]
     rows = text[: max(length, schedule.check_bytes) // length * length].reshape(-1, length)
@@ -208,7 +210,12 @@ def save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None:
 def compiled_if_possible(model: TrainingForward, schedule: Schedule) -> TrainingForward:
     """The same model compiled if a step of it works here, else as it is."""
     compiled = TrainingForward(
-        model.config, model.weights, model.dtype, model.product_dtype, compile=True
+        model.config,
+        model.weights,
+        model.dtype,
+        model.product_dtype,
+        compile=True,
+        row_format=model.row_format,
     )
     device = next(iter(model.weights.values())).device
     length = schedule.lengths[0]
@@ -232,6 +239,7 @@ def train(
     peak: float = 2e-3,
     seed: int = 0,
     compile: bool = False,
+    row_format: RowFormat | None = None,
     max_steps: int | None = None,
     started: float | None = None,
 ) -> Check:
@@ -249,7 +257,7 @@ def train(
         schedule: sizes, by default those of the GPU run.
         peak: learning rate.
         seed: of weights and sequences.
-        compile: see :class:`TrainingForward`.
+        compile, row_format: see :class:`TrainingForward`.
         max_steps: stop earlier.
         started: ``time.monotonic()`` when the budget began, by default now.
 
@@ -276,7 +284,7 @@ def train(
         fused=device.type == "cuda",
     )
     products = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = TrainingForward(config, weights, torch.float32, products)
+    model = TrainingForward(config, weights, torch.float32, products, row_format=row_format)
     if compile:
         model = compiled_if_possible(model, schedule)
     source = np.frombuffer(text, np.uint8)
@@ -320,6 +328,7 @@ def train(
                         "steps": step,
                         "minutes": minutes,
                         "seed": seed,
+                        "rows": row_format.name if row_format else "bf16",
                         "bits_per_byte": now.bits_per_byte,
                         "recall": json.dumps(now.recall),
                     }
@@ -383,6 +392,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and sequences")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--tokens", type=int, default=Schedule().tokens, help="of a step")
+    parser.add_argument(
+        "--rows", choices=FORMATS, default="bf16", help="format of the pools to get used to"
+    )
     parser.add_argument("--eager", action="store_true", help="do without torch.compile")
     arguments = parser.parse_args()
     started = time.monotonic()
@@ -399,6 +411,7 @@ def main() -> None:
         peak=arguments.rate,
         seed=arguments.seed,
         compile=device.type == "cuda" and not arguments.eager,
+        row_format=None if arguments.rows == "bf16" else get_format(arguments.rows),
         started=started,
     )
     if device.type == "cuda":
