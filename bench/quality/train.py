@@ -31,6 +31,7 @@ from bench.quality.forward import TrainingForward
 from fp8kv_inductor.formats import FORMATS, RowFormat, get_format
 from fp8kv_inductor.model_config import BYTES, ModelConfig
 from fp8kv_inductor.models.deepseek_v4 import random_weights
+from fp8kv_inductor.registration import register
 
 SPARSE_FROM = 0.3
 """Share of the budget after which queries see only what the indexer picks."""
@@ -209,6 +210,7 @@ def save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None:
 
 def compiled_if_possible(model: TrainingForward, schedule: Schedule) -> TrainingForward:
     """The same model compiled if a step of it works here, else as it is."""
+    register()  # for its kernels that load what they have stored: lowerings/reloads.py
     compiled = TrainingForward(
         model.config,
         model.weights,
