@@ -521,9 +521,12 @@ def _early_buffer() -> Any:
 
 def _holds_few_rows(kernel: Any) -> bool:
     """Whether all rows of a persistent reduction are so few that a kernel waits, not computes."""
-    rows = sympy_product(tree.numel for tree in kernel.range_trees if not tree.is_reduction)
-    few = V.graph.sizevars.optimization_hint(rows, fallback=FEW_ROWS + 1) <= FEW_ROWS
+    few = V.graph.sizevars.optimization_hint(_rows(kernel), fallback=FEW_ROWS + 1) <= FEW_ROWS
     return kernel.persistent_reduction and few
+
+
+def _rows(kernel: Any) -> sympy.Expr:
+    return sympy_product(tree.numel for tree in kernel.range_trees if not tree.is_reduction)
 
 
 def _early_variables() -> dict[str, tuple[Any, bool]]:
@@ -547,10 +550,22 @@ def _load_early() -> None:
     def get_load_buffer(self: Any, indexing: Any) -> Any:
         if _holds_rows(self) and _along_columns(indexing.index):
             _early_variables()
-            return _early_buffer()
+            return original(self, indexing) if _is_the_row(self) else _early_buffer()
         return _group_load_buffer(self, indexing) or original(self, indexing)
 
     kernel_class.get_load_buffer = get_load_buffer
+
+
+def _is_the_row(kernel: Any) -> bool:
+    """Whether the load being printed, which no row's index is part of, is the one row of a kernel.
+
+    Its index is that of what all rows would share. What is reduced is loaded first.
+    """
+    name = PREFIX + "row"
+    if name in kernel.__dict__ or _rows(kernel) != 1:
+        return False
+    setattr(kernel, name, True)
+    return True
 
 
 def _group_load_buffer(kernel: Any, indexing: Any) -> Any:
