@@ -47,6 +47,7 @@ def test_the_json_has_every_format_and_key(result, settings):
     for values in again["formats"].values():
         assert set(values) == {
             "bits_per_byte",
+            "over_bf16",
             "kl",
             "top1_agreement",
             "recall",
@@ -62,6 +63,7 @@ def test_the_json_has_every_format_and_key(result, settings):
 
 def test_bf16_agrees_with_itself(result):
     base = result["formats"]["bf16"]
+    assert base["over_bf16"]["percent"] == 0
     assert base["kl"] == 0 and base["top1_agreement"] == base["selection_overlap"] == 1
     assert base["row_error"] == {"nope": 0, "rope": 0}
 
@@ -136,3 +138,13 @@ def test_the_table_has_a_row_per_format(result):
 def test_held_out_text_is_long_enough():
     longest = max(recall.DISTANCES.values())
     assert len(corpus.heldout()) > 2 * longest
+
+
+def test_neighbouring_sequences_are_no_evidence_of_their_own():
+    base = torch.full((8,), 2.0, dtype=torch.float64)
+    once = torch.tensor([0.0, 0.02], dtype=torch.float64)
+    alone = evaluate.over_base(base[:2] + once, base[:2], 1)
+    repeated = evaluate.over_base(base + once.repeat_interleave(4), base, 4)
+    assert alone == pytest.approx({"percent": 0.5, "error": 0.5}) and repeated == pytest.approx(
+        alone
+    )

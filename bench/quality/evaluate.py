@@ -2,16 +2,17 @@
 
     python -m bench.quality.evaluate --out bench/results --jobs 4
 
-Held-out text is scored in sequences of 16K, by compiled prefill; codes are recalled by prefill and
-compiled decode. Divergence, agreement and selection overlap compare with bf16 pools. The picks of
-the indexer come from an eager run, the errors of rows from the rows that this run left in bf16
-pools. Each format is measured in a process of its own, ``--jobs`` of them at a time.
+Held-out text is scored in overlapping sequences of 16K, by compiled prefill; codes are recalled by
+prefill and compiled decode. Divergence, agreement and selection overlap compare with bf16 pools.
+The picks of the indexer come from an eager run, the errors of rows from the rows that this run left
+in bf16 pools. Each format is measured in a process of its own, ``--jobs`` of them at a time.
 
-The JSON has ``formats`` (by name: ``bits_per_byte``, ``kl`` in nats, ``top1_agreement``, ``recall``
-by distance, ``selection_overlap``, ``row_error`` with ``nope`` and ``rope``, ``lossless``),
-``device``, ``versions``, ``heldout_bytes`` and ``recall_prompts``. ``lossless`` says whether logits
-equal those of bf16 pools bit by bit when the rope tail is kept aside: rounded alike in both. That
-is run on the CPU, where every format adds in the same order.
+The JSON has ``formats`` (by name: ``bits_per_byte``, ``over_bf16`` with ``percent`` that they are
+above those of bf16 pools and its standard ``error`` over the text, ``kl`` in nats,
+``top1_agreement``, ``recall`` by distance, ``selection_overlap``, ``row_error`` with ``nope`` and
+``rope``, ``lossless``), ``device``, ``versions``, ``heldout_bytes`` and ``recall_prompts``.
+``lossless`` says whether logits equal those of bf16 pools bit by bit when the rope tail is kept
+aside: rounded alike in both. That is run on the CPU, where every format adds in the same order.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class Settings(NamedTuple):
         device: "cuda" or "cpu".
         compile: False runs everything eagerly.
         sequence: bytes of a scored sequence.
+        starts: sequences that start within the length of one; overlapping ones average over what
+            roundings happen to do at other positions.
         heldout_bytes: scored bytes, whole sequences of them.
         picks_bytes: bytes of the eager run.
         aside_bytes: bytes of the run with the rope tail kept aside.
@@ -79,6 +82,7 @@ class Settings(NamedTuple):
     device: str
     compile: bool = True
     sequence: int = 16384
+    starts: int = 4
     heldout_bytes: int = corpus.HELDOUT_BYTES
     picks_bytes: int = 16384
     aside_bytes: int = 2048
@@ -120,10 +124,11 @@ def make_engine(settings: Settings, fmt: str, compile: bool) -> Engine:
 
 
 def heldout_sequences(settings: Settings) -> list[list[int]]:
-    """The held-out text in sequences of equal length."""
+    """The held-out text in overlapping sequences of equal length, in order."""
     text = corpus.heldout()[: settings.heldout_bytes]
     size = min(settings.sequence, len(text))
-    return [list(text[i : i + size]) for i in range(0, len(text) - size + 1, size)]
+    step = -(-size // settings.starts)
+    return [list(text[i : i + size]) for i in range(0, len(text) - size + 1, step)]
 
 
 def keep_tail_aside(model: DeepseekV4, block: int) -> None:
@@ -231,12 +236,13 @@ def measure(settings: Settings, folder: Path, fmt: str) -> dict[str, Any]:
     engine = make_engine(settings, fmt, settings.compile)
     sequences = heldout_sequences(settings)
     logits = torch.stack([engine.score(sequence) for sequence in sequences])
-    aside = logits_aside(settings, fmt)
-    torch.save({"logits": logits, "picks": eager.picks, "aside": aside}, folder / fmt)
     targets = torch.tensor(sequences)[:, 1:]
-    nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), targets.flatten())
+    nats = torch.stack([F.cross_entropy(x[:-1], y) for x, y in zip(logits, targets, strict=True)])
+    aside = logits_aside(settings, fmt)
+    tensors = {"logits": logits, "nats": nats.double(), "picks": eager.picks, "aside": aside}
+    torch.save(tensors, folder / fmt)
     found = {
-        "bits_per_byte": nats.item() / math.log(2),
+        "bits_per_byte": nats.double().mean().item() / math.log(2),
         "recall": recall_rates(engine, settings),
         "row_errors": eager.row_error,
     }
@@ -244,7 +250,22 @@ def measure(settings: Settings, folder: Path, fmt: str) -> dict[str, Any]:
     return found
 
 
-def compare(folder: Path, fmt: str) -> dict[str, Any]:
+def over_base(nats: Tensor, base: Tensor, starts: int) -> dict[str, float]:
+    """By how many percent the mean of ``nats`` `[S]` is above that of ``base``, and how sure.
+
+    The standard error is that of the mean over parts of the text: ``starts`` neighbouring sequences
+    share most of theirs and count as one.
+    """
+    parts = torch.stack([part.mean() for part in (nats - base).split(starts)])
+    error = parts.std() / len(parts) ** 0.5 if len(parts) > 1 else torch.tensor(math.nan)
+    difference = (nats - base).mean()
+    return {
+        name: 100 * (x / base.mean()).item()
+        for name, x in (("percent", difference), ("error", error))
+    }
+
+
+def compare(settings: Settings, folder: Path, fmt: str) -> dict[str, Any]:
     """What needs the tensors of two formats."""
     ours, base = (torch.load(folder / name) for name in (fmt, BASE))
     kl, same = [], []
@@ -254,6 +275,7 @@ def compare(folder: Path, fmt: str) -> dict[str, Any]:
         same.append((expected.argmax(-1) == logits.argmax(-1)).double().mean())
     overlaps = [overlap(*picks) for picks in zip(ours["picks"], base["picks"], strict=True)]
     return {
+        "over_bf16": over_base(ours["nats"], base["nats"], settings.starts),
         "kl": torch.stack(kl).mean().item(),
         "top1_agreement": torch.stack(same).mean().item(),
         "selection_overlap": sum(overlaps) / len(overlaps),
@@ -275,12 +297,12 @@ def evaluate(settings: Settings, jobs: int = 1) -> dict[str, Any]:
         formats = {}
         for fmt, own in found.items():
             del own["row_errors"]
-            formats[fmt] = own | compare(folder, fmt) | {"row_error": errors[fmt]}
+            formats[fmt] = own | compare(settings, folder, fmt) | {"row_error": errors[fmt]}
     return {
         "formats": formats,
         "model": settings.config.name,
         "compiled": settings.compile,
-        "heldout_bytes": sum(map(len, heldout_sequences(settings))),
+        "heldout_bytes": min(settings.heldout_bytes, len(corpus.heldout())),
         "recall_prompts": settings.prompts,
         "device": device_name(torch.device(settings.device)),
         "versions": versions(),
@@ -294,6 +316,7 @@ def rows_of(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     head = [
         "format",
         "bits/byte",
+        "over bf16",
         "KL, nats",
         "top-1 as bf16",
         *(f"recall at {name}" for name in distances),
@@ -306,6 +329,7 @@ def rows_of(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         [
             f"`{fmt}`",
             f"{values['bits_per_byte']:.4f}",
+            "{percent:+.3f} ± {error:.3f} %".format(**values["over_bf16"]),
             f"{values['kl']:.1e}",
             f"{values['top1_agreement']:.2%}",
             *(f"{values['recall'][name]:.0%}" for name in distances),
