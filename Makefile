@@ -30,7 +30,7 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHER)
 	grep -Ev '^(torch|triton|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	printf '%s\n' torch==$(TORCH) $(if $(TRITON),triton==$(TRITON)) >> $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install --constraint $(OTHER)/constraints.txt setuptools torch
+	$(OTHER)/bin/python -m pip install --constraint $(OTHER)/constraints.txt 'setuptools>=77' torch
 	$(OTHER)/bin/python -m pip install --constraint $(OTHER)/constraints.txt \
 		--no-build-isolation --editable '.[test]'
 	@touch $@

@@ -1,9 +1,13 @@
 """The read kernels, prefill and split-k, against fp64."""
 
+import ast
 import math
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from interpreter import DEVICES
 from read_cases import (
     NAMES,
@@ -19,6 +23,7 @@ from read_cases import (
     read,
 )
 
+from fp8kv_inductor.kernels import attention
 from fp8kv_inductor.kernels.attention import (
     SPLIT_COLUMNS,
     choose_read_config,
@@ -219,3 +224,41 @@ def test_addresses_beyond_32_bits():
     expected_out, expected_lse = read("cuda", small, 1)
     assert torch.equal(out[-1].cpu(), expected_out[0])
     assert torch.equal(lse[-1].cpu(), expected_lse[0])
+
+
+COMPILE_ERRORS = [
+    triton.CompilationError("fetch()", ast.parse("fetch()"), "fetch has been removed"),
+    RuntimeError("PassManager::run failed"),
+]
+
+
+@pytest.mark.parametrize("error", COMPILE_ERRORS, ids=["language", "passes"])
+def test_what_triton_cannot_compile_is_read_by_the_portable_kernel(monkeypatch, error):
+    """Once with a warning, then without trying again."""
+    launches = []
+
+    def launch(*arguments):
+        launches.append(arguments)
+        raise error
+
+    hopper = SimpleNamespace(launch=launch)
+    monkeypatch.setattr(attention, "_compile_errors", [])
+    monkeypatch.setattr(attention, "hopper_read", lambda: hopper)
+    monkeypatch.setattr(
+        attention, "_takes_hopper", lambda read: attention.hopper_read_for(attention.HOPPER)
+    )
+    with pytest.warns(UserWarning, match="cannot compile the read for sm_90"):
+        assert_close_to_exact("cpu", make_case(tokens=1), 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "triton .* cannot compile")
+        assert_close_to_exact("cpu", make_case(tokens=1), 3)
+    assert len(launches) == 1
+
+
+def test_other_errors_of_a_launch_are_raised(monkeypatch):
+    def launch(*arguments):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(attention, "_takes_hopper", lambda read: SimpleNamespace(launch=launch))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        assert_close_to_exact("cpu", make_case(tokens=1), 1)

@@ -11,12 +11,16 @@ OPERATORS = ("rope", "act_quant", "store", "indexer_scores", "sparse_attention")
 
 
 def kernels(ratio: int) -> str:
-    """One line per launch: Inductor's kind of kernel and which of our operators are in it."""
+    """One line per launch: kind of kernel, and which of our operators are in it.
+
+    A kernel over rows holds them or loops over them, ``per`` or ``red``, as the version likes.
+    """
     with torch.no_grad():
         code = cuda_source(DecodeLayer("fp8_e4m3", ratio), decode_inputs(64))
     lines = []
     for name in launches(code.wrapper):
         kind = name.split("_")[1] if name.startswith("triton_") else name
+        kind = "row" if kind in ("per", "red") else kind
         inside = [op for op in OPERATORS if f"_{op}_" in name]
         lines.append(" ".join([kind, *inside]))
     return "\n".join(lines)
@@ -26,9 +30,9 @@ def test_window_layer():
     expecttest.assert_expected_inline(
         kernels(0),
         """\
-per rope act_quant store
-per
-per rope
+row rope act_quant store
+row
+row rope
 poi
 fp8kv_read
 poi sparse_attention
@@ -47,19 +51,19 @@ def test_layer_with_indexer():
 poi
 poi
 poi
-red rope act_quant store
+row rope act_quant store
 poi store
-red rope
-per store
+row rope
+row store
 poi store
-per
+row
 poi rope
-per
+row
 poi
 poi
 poi
 tem indexer_scores
-per rope
+row rope
 poi
 fp8kv_read
 poi sparse_attention
@@ -73,12 +77,12 @@ def test_layer_without_indexer():
         """\
 poi
 poi
-red
+row
 poi
-per rope act_quant store
+row rope act_quant store
 poi store
-per
-per rope
+row
+row rope
 poi
 fp8kv_read
 poi sparse_attention

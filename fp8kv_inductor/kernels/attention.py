@@ -11,6 +11,7 @@ head_dim; BLOCK elements per scale, 0 for rows without scales. ``window`` and ``
 """
 
 import importlib
+import warnings
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -465,9 +466,13 @@ def hopper_read() -> Any:
         return None
 
 
+_compile_errors: list[Exception] = []
+"""Why this triton cannot compile the read for sm_90: from the first on, it is not tried again."""
+
+
 def hopper_read_for(capability: tuple[int, int]) -> Any:
-    """``hopper_read`` for a GPU of this capability, None for others."""
-    return hopper_read() if capability == HOPPER else None
+    """``hopper_read`` for a GPU of this capability, None for others and after an error."""
+    return hopper_read() if capability == HOPPER and not _compile_errors else None
 
 
 def _takes_hopper(read: ReadArguments) -> Any:
@@ -486,6 +491,24 @@ def _takes_hopper(read: ReadArguments) -> Any:
     return hopper if takes else None
 
 
+def _launch_hopper(hopper: Any, read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> bool:
+    """Launch the read for sm_90; False, with a warning, if this triton cannot compile it."""
+    try:
+        hopper.launch(read, splits, out, lse)
+    except (triton.CompilationError, RuntimeError) as error:
+        # Errors of triton's compiler passes are plain RuntimeErrors, as those of CUDA are.
+        if not isinstance(error, triton.CompilationError) and "PassManager" not in str(error):
+            raise
+        _compile_errors.append(error)
+        warnings.warn(
+            f"triton {triton.__version__} cannot compile the read for sm_90; reads take the "
+            "portable kernel from now on, right but slower",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
 def read_into(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> None:
     """Fill ``out`` and ``lse`` by the best kernel for the device: the read but for the combination.
 
@@ -499,8 +522,8 @@ def read_into(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> Non
     if splits == 1 and read.angles is not None:
         angles = (row_layout(read.angles[0]).x, row_layout(read.angles[1]).x)
     read = read._replace(angles=angles)
-    if hopper := _takes_hopper(read):
-        hopper.launch(read, splits, out, lse)
+    hopper = _takes_hopper(read)
+    if hopper is not None and _launch_hopper(hopper, read, splits, out, lse):
         return
     q, window, cmp, indices, cmp_counts, sink, _, n_window, softmax_scale, row_format = read
     if q.stride(2) != 1:

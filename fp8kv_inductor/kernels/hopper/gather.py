@@ -25,6 +25,7 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     TILE,
     VECTORS,
 )
+from fp8kv_inductor.kernels.hopper.renamed import reinterpret
 
 
 @gluon.jit
@@ -95,8 +96,8 @@ def gather_quantized(r, s, raw_first, raw_second, raw_scales):
     ROWS: gl.constexpr = gl.SliceLayout(1, SCALE_COPY)
     CHUNK_ROWS: gl.constexpr = gl.SliceLayout(1, CHUNK)
     WORDS: gl.constexpr = HALF // 4
-    left = s.rows_left._reinterpret(gl.int32, [2, TILE, HALF // 2], OPERAND_WORDS)
-    right = s.rows_right._reinterpret(gl.int32, [2, TILE, HALF // 2], OPERAND_WORDS)
+    left = reinterpret(s.rows_left, gl.int32, [2, TILE, HALF // 2], OPERAND_WORDS)
+    right = reinterpret(s.rows_right, gl.int32, [2, TILE, HALF // 2], OPERAND_WORDS)
 
     item = gl.program_id(0)
     column, end = item_columns(r, item, load_count(r, item))

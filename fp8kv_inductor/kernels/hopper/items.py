@@ -2,9 +2,9 @@
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from fp8kv_inductor.kernels.hopper.layouts import BLOCK_H, CMP, TILE, VECTOR_BYTES
+from fp8kv_inductor.kernels.hopper.renamed import async_load
 
 
 @gluon.jit
@@ -108,4 +108,4 @@ def row_pointers(
 @gluon.jit
 def fetch(target, pointers, live):
     """Start copying elements into shared memory; zeros in rows that are not live."""
-    async_copy.async_copy_global_to_shared(target, pointers, mask=gl.expand_dims(live, 1))
+    async_load(target, pointers, mask=gl.expand_dims(live, 1))

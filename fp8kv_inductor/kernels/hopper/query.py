@@ -19,9 +19,7 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     SCORES,
     VECTORS,
 )
-
-# A group's own barrier; renamed in triton 3.7.
-group_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+from fp8kv_inductor.kernels.hopper.renamed import group_barrier, reinterpret
 
 
 @gluon.jit
@@ -45,7 +43,7 @@ def fetch_query(r, half, item, first):
 @gluon.jit
 def query_to_fp16(half):
     """Convert half of a query tile from bf16 in place; returns its largest magnitude as bits."""
-    words = half._reinterpret(gl.int32, [BLOCK_H, HALF // 2], OPERAND_WORDS)
+    words = reinterpret(half, gl.int32, [BLOCK_H, HALF // 2], OPERAND_WORDS)
     largest = gl.zeros([BLOCK_H, 32], gl.int32, layout=QUERY_WORDS)
     for chunk in gl.static_range(HALF // 64):
         part = words.slice(chunk * 32, 32, dim=1)
@@ -120,7 +118,7 @@ def prepare_query(r, s, item, done):
     scale = gl.full([BLOCK_H], 1.0, gl.float32, layout=ROW) * r.to_base_2
     async_copy.wait_group(0)
     if r.QUANTIZED:
-        largest = query_to_fp16(s.q_left._reinterpret(gl.bfloat16, [BLOCK_H, HALF], OPERAND))
+        largest = query_to_fp16(reinterpret(s.q_left, gl.bfloat16, [BLOCK_H, HALF], OPERAND))
     mbarrier.wait(s.q_ready, done & 1)
     if r.QUANTIZED:
         right_largest = gl.max(s.q_largest.load(ROW), 0)
@@ -136,7 +134,7 @@ def prepare_right_query(r, s):
     """The same for the right half of the features, which ``prepare_query`` waits for."""
     async_copy.wait_group(0)
     if r.QUANTIZED:
-        largest = query_to_fp16(s.q_right._reinterpret(gl.bfloat16, [BLOCK_H, HALF], OPERAND))
+        largest = query_to_fp16(reinterpret(s.q_right, gl.bfloat16, [BLOCK_H, HALF], OPERAND))
         s.q_largest.store(gl.full([1], largest, gl.int32, layout=gl.SliceLayout(1, ACC)))
     group_barrier()
     mbarrier.arrive(s.q_ready, count=1)
