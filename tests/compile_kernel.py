@@ -7,13 +7,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-NEW_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-"""Whether this is triton 3.9 or newer, whose code for the kernels of today is another one."""
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+"""Version, for what a compiler makes of the same kernel."""
 
 
 def e4m3_cast_source(arch: int) -> str:
     """What a cast to e4m3 starts from: below sm_90 fp16, until triton 3.9."""
-    return "f16x2" if arch < 90 and not NEW_TRITON else "f32"
+    return "f16x2" if arch < 90 and TRITON < (3, 9) else "f32"
 
 
 def compile_kernel(kernel, arch, types, constants, aligned, options, source=ASTSource):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from compile_kernel import NEW_TRITON, compile_kernel, cuobjdump
+from compile_kernel import TRITON, compile_kernel, cuobjdump
 from read_cases import NAMES, N, assert_close_to_exact, live_columns, make_case, read
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -22,10 +22,11 @@ H, D = V4_FLASH.n_heads, V4_FLASH.head_dim
 PAIRS = V4_FLASH.rope_head_dim // 2
 WINDOW = V4_FLASH.window_size
 
-not_on_new_triton = pytest.mark.skipif(
-    NEW_TRITON,
-    reason="triton 3.9 spills three registers in the loop, and cannot compile tiles of both pools: "
-    "reads with such tiles fall back",
+tiles_of_both_pools = pytest.mark.skipif(
+    TRITON >= (3, 8), reason="triton 3.8 cannot compile them: such reads take the portable kernel"
+)
+no_spills = pytest.mark.skipif(
+    TRITON >= (3, 9), reason="triton 3.9 spills three registers: right, but slower"
 )
 
 
@@ -73,7 +74,7 @@ def sass(name: str, splits: int, n_window: int) -> tuple[str, int]:
     [
         *((name, 1, WINDOW) for name in NAMES),
         ("fp8_e4m3", 10, WINDOW),
-        pytest.param("fp8_e4m3", 1, 100, marks=not_on_new_triton),
+        pytest.param("fp8_e4m3", 1, 100, marks=tiles_of_both_pools),
     ],
 )
 def test_compiles_and_fits(name, splits, n_window):
@@ -90,7 +91,7 @@ def test_tensor_cores_are_not_serialized(name):
     assert 0 < waits < products / 8
 
 
-@not_on_new_triton
+@no_spills
 def test_loops_of_quantized_rows_spill_nothing():
     """A spilled load that is still under way would stall the gathering warps."""
     code, _ = sass("fp8_e4m3", 1, WINDOW)
