@@ -100,9 +100,13 @@ def row_pointers(
         stride = gl.where(in_window, r.window.stride_data, r.cmp.stride_data)
     # Strides in vectors: their product with a row fits into 32 bits without a sign.
     vectors = (rows * stride).to(gl.uint32, bitcast=True).to(gl.int64)
-    return (base + features) + vectors * (
-        VECTOR_BYTES * 8 // base.dtype.element_ty.primitive_bitwidth
-    )
+    ELEMENTS: gl.constexpr = VECTOR_BYTES * 8 // base.dtype.element_ty.primitive_bitwidth
+    pointers = (base + features) + vectors * ELEMENTS
+    if not r.WHOLE_TILES:
+        # Newer compilers do not see that either of two pools starts at a vector.
+        pointers = gl.max_contiguous(pointers, [1, ELEMENTS])
+        pointers = gl.multiple_of(pointers, [1, VECTOR_BYTES])
+    return pointers
 
 
 @gluon.jit
