@@ -237,12 +237,13 @@ def measure(settings: Settings, folder: Path, fmt: str) -> dict[str, Any]:
     sequences = heldout_sequences(settings)
     logits = torch.stack([engine.score(sequence) for sequence in sequences])
     targets = torch.tensor(sequences)[:, 1:]
-    nats = torch.stack([F.cross_entropy(x[:-1], y) for x, y in zip(logits, targets, strict=True)])
+    pairs = zip(logits, targets, strict=True)
+    nats = torch.stack([F.cross_entropy(x[:-1].double(), y) for x, y in pairs])
     aside = logits_aside(settings, fmt)
-    tensors = {"logits": logits, "nats": nats.double(), "picks": eager.picks, "aside": aside}
+    tensors = {"logits": logits, "nats": nats, "picks": eager.picks, "aside": aside}
     torch.save(tensors, folder / fmt)
     found = {
-        "bits_per_byte": nats.double().mean().item() / math.log(2),
+        "bits_per_byte": nats.mean().item() / math.log(2),
         "recall": recall_rates(engine, settings),
         "row_errors": eager.row_error,
     }
