@@ -52,6 +52,7 @@ def _load(wrapper: str, folder: Path) -> Callable[..., Any]:
         "aten": torch.ops.aten,
         "assert_alignment": lambda *_: None,
         "copy_if_misaligned": lambda tensor: tensor,
+        "copy_misaligned": lambda tensor: tensor,
         "empty_strided_cuda": lambda *shape: torch.empty_strided(*shape[:2], dtype=shape[2]),
         "get_raw_stream": lambda index: index,
         "reinterpret_tensor": guards._reinterpret_tensor,
