@@ -466,8 +466,11 @@ def hopper_read() -> Any:
         return None
 
 
-_compile_errors: list[Exception] = []
-"""Why this triton cannot compile the read for sm_90: from the first on, it is not tried again."""
+_compile_errors: list[str] = []
+"""Why this triton cannot compile the read for sm_90: from the first on, it is not tried again.
+
+Texts, because an exception holds on to the frames, and so to the tensors, of the read that failed.
+"""
 
 
 def hopper_read_for(capability: tuple[int, int]) -> Any:
@@ -499,7 +502,7 @@ def _launch_hopper(hopper: Any, read: ReadArguments, splits: int, out: Tensor, l
         # Errors of triton's compiler passes are plain RuntimeErrors, as those of CUDA are.
         if not isinstance(error, triton.CompilationError) and "PassManager" not in str(error):
             raise
-        _compile_errors.append(error)
+        _compile_errors.append(str(error))
         warnings.warn(
             f"triton {triton.__version__} cannot compile the read for sm_90; reads take the "
             "portable kernel from now on, right but slower",
@@ -522,8 +525,7 @@ def read_into(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> Non
     if splits == 1 and read.angles is not None:
         angles = (row_layout(read.angles[0]).x, row_layout(read.angles[1]).x)
     read = read._replace(angles=angles)
-    hopper = _takes_hopper(read)
-    if hopper is not None and _launch_hopper(hopper, read, splits, out, lse):
+    if (hopper := _takes_hopper(read)) and _launch_hopper(hopper, read, splits, out, lse):
         return
     q, window, cmp, indices, cmp_counts, sink, _, n_window, softmax_scale, row_format = read
     if q.stride(2) != 1:
