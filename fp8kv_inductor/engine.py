@@ -171,13 +171,14 @@ class Engine:
         self.model = model
         self.cache = cache
         self.prefill_chunk = prefill_chunk
+        window_pages_beside = partial(window_pages, cache, max_batch, prefill_chunk)
         self.plan = (
             budget
             if isinstance(budget, PoolPlan)
-            else plan_pages(cache, budget, partial(window_pages, cache, max_batch, prefill_chunk))
+            else plan_pages(cache, budget, window_pages_beside)
         )
         self._batch_invariant = batch_invariant
-        needed = window_pages(cache, max_batch, prefill_chunk, self.plan.num_pages)
+        needed = window_pages_beside(self.plan.num_pages)
         if batch_invariant and self.plan.window_pages < needed:
             raise ConfigError(
                 f"found {self.plan.window_pages} window pages; batch_invariant needs {needed} for "

@@ -14,9 +14,9 @@ NEW_TOKENS = 6
 def logits_of(engine, others, position=0):
     """Logits of every token of the request with PROMPT, among ``others`` with other prompts."""
     prompts = [some_tokens(3 + 29 * i % 190, 100 + i) for i in range(others)]
-    prompts.insert(min(position, others), PROMPT)
+    prompts.insert(position, PROMPT)
     ids = [engine.add_request(prompt, NEW_TOKENS) for prompt in prompts]
-    ours = ids[min(position, others)]
+    ours = ids[position]
     found = []
     sample = engine._sample
 
@@ -29,7 +29,7 @@ def logits_of(engine, others, position=0):
         engine.step()
     engine._sample = sample
     assert_idle(engine)
-    tokens = [engine.finished(i) for i in ids][ids.index(ours)]
+    tokens = [engine.finished(i) for i in ids][position]
     assert len(found) == NEW_TOKENS
     return torch.stack(found), tokens
 

@@ -259,10 +259,10 @@ def over_base(nats: Tensor, base: Tensor, starts: int) -> dict[str, float]:
     """
     parts = torch.stack([part.mean() for part in (nats - base).split(starts)])
     error = parts.std() / len(parts) ** 0.5 if len(parts) > 1 else torch.tensor(math.nan)
-    difference = (nats - base).mean()
+    percent = 100 / base.mean()
     return {
-        name: 100 * (x / base.mean()).item()
-        for name, x in (("percent", difference), ("error", error))
+        "percent": ((nats - base).mean() * percent).item(),
+        "error": (error * percent).item(),
     }
 
 

@@ -156,6 +156,12 @@ class TrainingForward:
         )
         self.enter, self.leave, self.experts = wrap(enter), wrap(leave), wrap(experts)
 
+    def again(self, weights: Mapping[str, Tensor], compile: bool = False) -> TrainingForward:
+        """The same function of other weights, or of these ones compiled."""
+        return TrainingForward(
+            self.config, weights, self.dtype, self.product_dtype, compile, self.row_format
+        )
+
     def __call__(self, tokens: Tensor, sparse: bool = True, focus: Tensor | None = None) -> Result:
         """Logits of every token.
 

@@ -151,15 +151,11 @@ def check(
     model: TrainingForward, text: recall.Bytes, schedule: Schedule, device: torch.device
 ) -> Check:
     """Measure on held-out text."""
-    plain = TrainingForward(
-        model.config,
+    plain = model.again(
         {
             name: w.to(model.dtype) if w.is_floating_point() else w
             for name, w in as_saved(dict(model.weights)).items()
-        },
-        model.dtype,
-        model.product_dtype,
-        row_format=model.row_format,
+        }
     )
     length = schedule.lengths[1]
     rows = text[: max(length, schedule.check_bytes) // length * length].reshape(-1, length)
@@ -211,14 +207,7 @@ def save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None:
 def compiled_if_possible(model: TrainingForward, schedule: Schedule) -> TrainingForward:
     """The same model compiled if a step of it works here, else as it is."""
     register()  # for its kernels that load what they have stored: lowerings/reloads.py
-    compiled = TrainingForward(
-        model.config,
-        model.weights,
-        model.dtype,
-        model.product_dtype,
-        compile=True,
-        row_format=model.row_format,
-    )
+    compiled = model.again(model.weights, compile=True)
     device = next(iter(model.weights.values())).device
     length = schedule.lengths[0]
     tokens = torch.zeros(max(1, schedule.tokens // length), length, dtype=torch.int64)
