@@ -13,6 +13,8 @@ from fp8kv_inductor.model_config import PRESETS
 from fp8kv_inductor.parallel import SINGLE
 from fp8kv_inductor.slots import window_indices
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parent.parent
 COMMON = ("--device", "cpu", "--rounds", "1")
 

@@ -9,6 +9,8 @@ from torch._dynamo.utils import counters
 
 from fp8kv_inductor._compat import generated_kernels
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def compiled():

@@ -10,6 +10,8 @@ from engine_small import SMALL, assert_idle, make_engine, oracle, some_tokens
 
 from fp8kv_inductor.budget import PoolPlan
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = [some_tokens(count, seed) for seed, count in enumerate((301, 5, 130, 64, 1))]
 NEW_TOKENS = 12
 

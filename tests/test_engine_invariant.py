@@ -7,6 +7,8 @@ from engine_small import assert_idle, make_engine, some_tokens
 from fp8kv_inductor.budget import PoolPlan
 from fp8kv_inductor.config import PAGE_SIZE, ConfigError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = some_tokens(230, 1)
 NEW_TOKENS = 6
 

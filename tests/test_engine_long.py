@@ -14,16 +14,9 @@ from fp8kv_inductor.budget import PoolPlan
 from fp8kv_inductor.demo import CPU_OPTIONS
 from fp8kv_inductor.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LONG = 10_000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Work this small takes longer to divide among threads than to do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Shadow:

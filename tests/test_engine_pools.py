@@ -8,6 +8,8 @@ from fp8kv_inductor.config import ConfigError
 from fp8kv_inductor.graphs import CapturedStep, places
 from fp8kv_inductor.pools import KVPools
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def poison(pools):
     """Fill every pool with what no store writes, and return copies of it."""

@@ -6,6 +6,8 @@ from engine_small import assert_idle, make_engine, some_tokens
 from fp8kv_inductor.budget import PoolPlan
 from fp8kv_inductor.config import PAGE_SIZE
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = [some_tokens(count, count) for count in (PAGE_SIZE - 8, PAGE_SIZE - 12, PAGE_SIZE - 16)]
 NEW_TOKENS = 18
 """Every request starts in one page and needs a second one."""

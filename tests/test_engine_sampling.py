@@ -6,6 +6,8 @@ from engine_small import make_engine, some_tokens
 
 from fp8kv_inductor.sampling import sample
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def generator(seed):
     return torch.Generator().manual_seed(seed)

@@ -6,6 +6,8 @@ from engine_small import SMALL, assert_idle, make_engine, some_tokens
 from fp8kv_inductor.budget import PoolPlan
 from fp8kv_inductor.config import CacheConfig, ConfigError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def engine():
