@@ -257,11 +257,12 @@ def over_base(nats: Tensor, base: Tensor, starts: int) -> dict[str, float]:
     The standard error is that of the mean over parts of the text: ``starts`` neighbouring sequences
     share most of theirs and count as one.
     """
-    parts = torch.stack([part.mean() for part in (nats - base).split(starts)])
+    excess = nats - base
+    parts = torch.stack([part.mean() for part in excess.split(starts)])
     error = parts.std() / len(parts) ** 0.5 if len(parts) > 1 else torch.tensor(math.nan)
     percent = 100 / base.mean()
     return {
-        "percent": ((nats - base).mean() * percent).item(),
+        "percent": (excess.mean() * percent).item(),
         "error": (error * percent).item(),
     }
 
