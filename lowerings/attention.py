@@ -192,15 +192,13 @@ def _by_hand() -> Any:
     return ExternRead(_read_by_hand, "read", written=LSE)
 
 
-def _takes_hopper(read: _Read, target: Target, heads: int, head_dim: int) -> bool:
+def _takes_hopper(read: _Read, target: Target, head_dim: int) -> bool:
     """Whether the kernel for sm_90 is likely to take the read; what it refuses it hands on."""
     hopper = kernels.hopper_read_for(target.capability)
     if hopper is None or V.graph.cpp_wrapper:
         return False
     pairs = 0 if read.angles is None else _pairs(read)
-    return hopper.takes_rows(
-        heads, head_dim, read.q.get_dtype(), read.fmt, read.softmax_scale, pairs
-    )
+    return hopper.takes_rows(head_dim, read.q.get_dtype(), read.fmt, read.softmax_scale, pairs)
 
 
 def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
@@ -274,7 +272,7 @@ def _choices(
         call_sizes: tokens, blocks of heads, splits.
         rotates: whether the angles are among the inputs.
     """
-    heads, head_dim = map(V.graph.sizevars.guard_int, read.q.get_size()[1:])
+    head_dim = V.graph.sizevars.guard_int(read.q.get_size()[2])
     splits = call_sizes[2]
     shared = {
         "mutated_inputs": [lse],
@@ -298,7 +296,7 @@ def _choices(
         (_template(), {**shared, "BLOCK_K": block_k, "num_warps": num_warps})
         for block_k, num_warps in tiles
     ]
-    if _takes_hopper(read, target, heads, head_dim):
+    if _takes_hopper(read, target, head_dim):
         by_hand = {
             "fmt": read.fmt.name,
             "n_window": read.n_window,

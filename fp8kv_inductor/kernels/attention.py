@@ -488,7 +488,7 @@ def _takes_hopper(read: ReadArguments) -> Any:
     pairs = 0 if read.angles is None else read.angles[0].shape[1]
     takes = (
         hopper is not None
-        and hopper.takes_rows(q.shape[1], q.shape[2], q.dtype, fmt, read.softmax_scale, pairs)
+        and hopper.takes_rows(q.shape[2], q.dtype, fmt, read.softmax_scale, pairs)
         and hopper.takes_tensors(q, pools, read.indices)
     )
     return hopper if takes else None

@@ -4,15 +4,18 @@ What Triton's compiler cannot do for ``kernels/attention.py``, Gluon can: dequan
 while the tensor cores work on the last ones. A program is three groups of four warps, each a loop
 of its own:
 
-``gather``  brings 64 rows at a time into a ring of two tiles in shared memory: bf16 rows in place;
-            of quantized rows raw bytes by cp.async, dequantized to fp16 on the way
+``gather``  brings 64 rows at a time into a ring of two tiles in shared memory, bf16 rows in place,
+            quantized ones dequantized to fp16 on the way; and the queries of the next item, in the
+            dtype of the rows, once left has read the last ones
 ``left``    scores = Q rows^T, softmax, and the left half of the features: acc += P rows
 ``right``   the right half of the features; P and the rescaling factors come from ``left``
 
 Parallelization: a persistent grid of at most one program per streaming multiprocessor. An item is
 one token, one block of BLOCK_H heads and one split of the token's live columns; program p works on
-items p, p + P, p + 2P, ... While the last tile of an item is in the works, the next query is on its
-way, and an output is written while the first scores of the next item are computed.
+items p, p + P, p + 2P, ... A multiprocessor needs 3 us to write the fp32 part of a split, 128 KiB;
+with few queries the second axis of the grid divides the heads of a part among programs that compute
+the same and write a share each. Programs start while the kernel in front of them ends, and wait for
+it before they touch memory (programmatic dependent launch).
 
 Names: tile TILE columns of an item; it counter of a program's tiles, which gives ring slots and
 barrier phases; HALF half of the features; words int32 that hold four codes or two 16-bit floats;

@@ -77,26 +77,28 @@ class Shared:
     """What the groups exchange; left and right are halves of the features.
 
     Attributes:
-        q_left, q_right: queries `[BLOCK_H, HALF]`.
-        q_largest: `[1]` largest magnitude in ``q_right``, as bf16 bits.
+        q: halves of the queries `[2, BLOCK_H, HALF]`.
+        q_scale: what the queries of each head were divided by `[BLOCK_H]`, if rows are quantized.
         rows_left, rows_right: ring of two tiles `[TILE, HALF]`.
         rows: ring of four times the pool rows `[TILE]` of a tile, negative where dead.
         exponents: ring of four times what each warp's rows were divided by.
         p, factor: weights `[BLOCK_H, TILE]` and what to multiply accumulators with `[BLOCK_H]`.
-        q_ready, p_full, p_empty: barriers of the right queries and of p with its factor.
+        grown: by warp, whether some of those factors are not 1.
+        q_ready, q_free, p_full, p_empty: barriers of the queries and of p with its factor.
         full_left, full_right, empty_left, empty_right: barriers of the ring.
     """
 
-    q_left: gl.shared_memory_descriptor
-    q_right: gl.shared_memory_descriptor
-    q_largest: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    q_scale: gl.shared_memory_descriptor
     rows_left: gl.shared_memory_descriptor
     rows_right: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor
     exponents: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     factor: gl.shared_memory_descriptor
+    grown: gl.shared_memory_descriptor
     q_ready: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
     full_left: gl.shared_memory_descriptor
     full_right: gl.shared_memory_descriptor
     empty_left: gl.shared_memory_descriptor

@@ -3,7 +3,6 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -12,42 +11,79 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fp8kv_inductor.kernels.hopper.gather import tile_exponent
 from fp8kv_inductor.kernels.hopper.items import item_place, item_tiles, load_count
-from fp8kv_inductor.kernels.hopper.layouts import ACC, BLOCK_H, HALF, OUT, SCORES, TILE
-from fp8kv_inductor.kernels.hopper.query import fetch_query, prepare_query, prepare_right_query
+from fp8kv_inductor.kernels.hopper.layouts import (
+    ACC,
+    BLOCK_H,
+    EXPONENTS,
+    HALF,
+    OPERAND,
+    OPERAND_WORDS,
+    SCORES,
+    TILE,
+    VECTORS,
+    WEIGHTS,
+    WORDS,
+)
+from fp8kv_inductor.kernels.hopper.query import bring_query
+from fp8kv_inductor.kernels.hopper.renamed import reinterpret
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
+SLACK = gl.constexpr(5.0)
+"""By how much a maximum may exceed what weights are relative to: 2^5 * 2^9 still fits into fp16."""
 MINUS_INF = gl.constexpr(-float("inf"))
 
 
 @gluon.jit
-def first_half_scores(s, slot, phase):
+def zero(it):
+    """0, of which the compiler does not know that it is the same for every tile.
+
+    Else it keeps the descriptors of all parts of the queries in registers, and spills others.
+    """
+    return it >> 30
+
+
+@gluon.jit
+def first_half_scores(s, it):
     """Start scores over the left features, once they are there.
 
     The proxy fence sits behind the wait, not in ``gather``: it compiles to a barrier that waits for
     all outstanding loads of the thread.
     """
+    slot = it & 1
     scores = gl.zeros([BLOCK_H, TILE], gl.float32, layout=SCORES)
-    mbarrier.wait(s.full_left.index(slot), phase)
+    mbarrier.wait(s.full_left.index(slot), (it >> 1) & 1)
     fence_async_shared()
     rows = s.rows_left.index(slot).permute([1, 0])
-    return warpgroup_mma(s.q_left, rows, scores, use_acc=False, is_async=True)
+    return warpgroup_mma(s.q.index(zero(it)), rows, scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def second_half_scores(s, scores, slot, phase):
+def second_half_scores(s, scores, it):
     """Add the scores over the right features."""
-    mbarrier.wait(s.full_right.index(slot), phase)
+    slot = it & 1
+    mbarrier.wait(s.full_right.index(slot), (it >> 1) & 1)
     fence_async_shared()
-    return warpgroup_mma(s.q_right, s.rows_right.index(slot).permute([1, 0]), scores, is_async=True)
+    rows = s.rows_right.index(slot).permute([1, 0])
+    return warpgroup_mma(s.q.index(zero(it) + 1), rows, scores, is_async=True)
+
+
+@gluon.jit
+def any_grown(s):
+    """Whether any head's shift has grown in this tile, so that accumulators have to follow."""
+    return gl.max(s.grown.load(EXPONENTS), 0) > 0
 
 
 @gluon.jit
 def softmax(r, s, scores, m, l, scale, it):  # noqa: E741
-    """Weights of a tile, in base 2, and the running maximum and sum.
+    """Weights of a tile, in base 2, and the running shift and sum.
+
+    The shift follows the maximum only where that exceeds it by more than ``SLACK``, so that
+    accumulators seldom have to be rescaled.
 
     Returns:
-        p `[BLOCK_H, TILE]` times 2^exponent of the tile; what to multiply accumulators with; m; l.
+        p `[BLOCK_H, TILE]` times 2^exponent of the tile; what to multiply accumulators with if any
+        shift has grown; whether one has; m; l.
     """
     rows = s.rows.index(it & 3).load(gl.SliceLayout(0, SCORES))
     scores = gl.where(gl.expand_dims(rows >= 0, 0), scores, MINUS_INF)
@@ -55,32 +91,22 @@ def softmax(r, s, scores, m, l, scale, it):  # noqa: E741
     if r.QUANTIZED:
         exponent = tile_exponent(s.exponents.index(it & 3)).to(gl.float32)
         scale *= gl.exp2(exponent)
-    new_m = gl.maximum(m, gl.max(scores, 1) * scale)
+    largest = gl.max(scores, 1) * scale
+    grown = largest > m + SLACK
+    s.grown.store(gl.max(gl.reshape(grown.to(gl.int32), [4, BLOCK_H // 4]), 1))
+    new_m = gl.where(grown, largest, m)
+    grown = any_grown(s)
     # While nothing was live, -inf - -inf must not become NaN.
     shift = gl.where(new_m == MINUS_INF, 0.0, new_m)
     p = gl.exp2(scores * gl.expand_dims(scale, 1) - gl.expand_dims(shift - exponent, 1))
     rescale = gl.exp2(m - shift)
     l = l * rescale + gl.sum(p, 1) * gl.exp2(-exponent)  # noqa: E741
-    return p.to(s.p.dtype), rescale, new_m, l
+    return p.to(s.p.dtype), rescale, grown, new_m, l
 
 
 @gluon.jit
-def send(s, p, rescale, sent):
-    """Hand P and the factors to ``right``."""
-    mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
-    s.p.store(p)
-    s.factor.store(rescale)
-    fence_async_shared()
-    mbarrier.arrive(s.p_full, count=1)
-
-
-@gluon.jit
-def normalize(r, m, l, heads):  # noqa: E741
+def normalize(r, m, l, sink):  # noqa: E741
     """What to multiply the accumulator with, and the natural log of the sum; see ``finish``."""
-    if r.SPLITS == 1:
-        sink = gl.load(r.sink + heads * r.stride_sink, mask=heads < r.N_HEADS, other=0.0) * LOG2_E
-    else:
-        sink = gl.full_like(m, MINUS_INF)
     top = gl.maximum(m, sink)
     shift = gl.where(top == MINUS_INF, 0.0, top)
     weight = gl.exp2(m - shift)
@@ -107,40 +133,51 @@ def rotate_back(r, x, token):
 
 
 @gluon.jit
-def finish_half(r, acc, factor, item, FIRST: gl.constexpr):
-    """Half of the features of an item's output, normalised and in the output's dtype."""
-    x = acc * gl.expand_dims(factor, 1)
-    if r.ROPE_PAIRS > 0 and FIRST > 0:
-        token, _, _ = item_place(r, item)
-        x = rotate_back(r, x, token)
-    LAYOUT: gl.constexpr = OUT if r.out.dtype.element_ty == gl.bfloat16 else ACC
-    return gl.convert_layout(x.to(r.out.dtype.element_ty), LAYOUT)
-
-
-@gluon.jit
-def store_half(r, x, item, FIRST: gl.constexpr):
-    """Write what ``finish_half`` gives; nothing past the last item."""
+def store_features(r, x, item, FIRST: gl.constexpr):
+    """Write features from FIRST on of an item's output, or of the share of a part."""
     LAYOUT: gl.constexpr = x.type.layout
     token, head, split = item_place(r, item)
     heads = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, LAYOUT))
-    features = FIRST + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
+    features = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     row = ((token.to(gl.int64) * r.N_HEADS + head) * r.SPLITS + split) * (2 * HALF)
     offsets = gl.expand_dims(heads * (r.SPLITS * 2 * HALF), 1) + gl.expand_dims(features, 0)
-    exists = (heads < r.N_HEADS - head) & (item < r.n_items)
+    exists = heads < r.N_HEADS - head
+    if r.SPLITS > 1:
+        exists &= heads // (BLOCK_H // gl.num_programs(1)) == gl.program_id(1)
     gl.store(r.out + row + offsets, x, mask=gl.expand_dims(exists, 1))
 
 
 @gluon.jit
-def weigh(r, s, scores, acc, m, l, scale, it, sent):  # noqa: E741
-    """Turn the scores of a tile into weights, hand them to ``right``, and start acc += P rows.
+def store_half(r, ring, slot, acc, factor, item, FIRST: gl.constexpr):
+    """Write half of the features of an item's output, normalised.
 
-    Returns:
-        the accumulator under way; m; l.
+    Args:
+        ring: half of the ring. Its ``slot``, whose rows have been read, turns what the threads of
+            an accumulator hold into whole lines.
     """
-    p, rescale, m, l = softmax(r, s, scores, m, l, scale, it)  # noqa: E741
-    send(s, p, rescale, sent)
-    acc *= gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, ACC)), 1)
-    return warpgroup_mma(s.p, s.rows_left.index(it & 1), acc, is_async=True), m, l
+    x = acc * gl.expand_dims(factor, 1)
+    if r.SPLITS == 1:
+        if r.ROPE_PAIRS > 0 and FIRST > 0:
+            token, _, _ = item_place(r, item)
+            x = rotate_back(r, x, token)
+        lines = reinterpret(ring, gl.bfloat16, [2, BLOCK_H, HALF], OPERAND).index(slot)
+        lines.store(x.to(gl.bfloat16))
+        store_features(r, lines.load(VECTORS), item, FIRST)
+    else:
+        lines = reinterpret(ring, gl.float32, [2, BLOCK_H, HALF // 2], OPERAND_WORDS).index(slot)
+        x = gl.permute(gl.reshape(x, [BLOCK_H, 2, HALF // 2]), [0, 2, 1])
+        first, second = gl.split(x)
+        lines.store(first)
+        store_features(r, lines.load(WORDS), item, FIRST)
+        lines.store(second)
+        store_features(r, lines.load(WORDS), item, FIRST + HALF // 2)
+
+
+@gluon.jit
+def hand_over(s):
+    """Tell right that weights are there; its tensor cores read them."""
+    fence_async_shared()
+    mbarrier.arrive(s.p_full, count=1)
 
 
 @gluon.jit
@@ -149,47 +186,58 @@ def left_half(r, s):
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     ACC_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     item = gl.program_id(0)
-    fetch_query(r, s.q_left, item, 0)
     count = load_count(r, item)
+    # gather, which brings the others, has to bring rows first.
+    bring_query(r, s, item, 0)
     it = 0
     sent = 0
     done = 0
-    # The output of the item before: it is written while the first scores are on their way.
-    x = gl.zeros([BLOCK_H, HALF], gl.bfloat16, layout=OUT)
-    last_item = r.n_items
     while item < r.n_items:
-        slot = it & 1
-        phase = (it >> 1) & 1
-        scale = prepare_query(r, s, item, done)
-        started = second_half_scores(s, first_half_scores(s, slot, phase), slot, phase)
-        if r.SPLITS == 1:
-            store_half(r, x, last_item, 0)
-        scores = warpgroup_mma_wait(0, deps=[started])
+        mbarrier.wait(s.q_ready, done & 1)
+        scale = gl.full([BLOCK_H], 1.0, gl.float32, layout=ROW) * r.to_base_2
+        if r.QUANTIZED:
+            scale *= s.q_scale.load(ROW)
+        started = second_half_scores(s, first_half_scores(s, it), it)
         tiles = item_tiles(r, item, count)
-        token, head, split = item_place(r, item)
         next_item = item + gl.num_programs(0)
         count = load_count(r, next_item)
+        token, head, split = item_place(r, item)
+        heads = head + gl.arange(0, BLOCK_H, layout=ROW)
+        sink = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=ROW)
+        if r.SPLITS == 1:
+            sink = gl.load(r.sink + heads * r.stride_sink, mask=heads < r.N_HEADS, other=0.0)
+            sink *= LOG2_E
         m = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=ROW)
         l = gl.zeros([BLOCK_H], gl.float32, layout=ROW)  # noqa: E741
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
-        for _ in range(tiles - 1):
+        scores = warpgroup_mma_wait(0, deps=[started])
+        for tile in range(tiles):
             slot = it & 1
-            weighted, m, l = weigh(r, s, scores, acc, m, l, scale, it, sent)  # noqa: E741
-            sent += 1
+            mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
+            p, rescale, grown, m, l = softmax(r, s, scores, m, l, scale, it)  # noqa: E741
+            s.p.store(p)
+            s.factor.store(rescale)
+            if grown & (tile > 0):
+                acc *= gl.expand_dims(gl.convert_layout(rescale, ACC_ROW), 1)
             it += 1
-            phase = (it >> 1) & 1
-            started = first_half_scores(s, slot ^ 1, phase)
-            # Give the ring slot back as soon as its last reader here is through.
-            acc = warpgroup_mma_wait(1, deps=[weighted])
-            mbarrier.arrive(s.empty_left.index(slot), count=1)
-            started = second_half_scores(s, started, slot ^ 1, phase)
-            scores = warpgroup_mma_wait(0, deps=[started])
-        slot = it & 1
-        fetch_query(r, s.q_left, next_item, 0)
-        weighted, m, l = weigh(r, s, scores, acc, m, l, scale, it, sent)  # noqa: E741
-        sent += 1
-        heads = head + gl.arange(0, BLOCK_H, layout=ROW)
-        factor, lse = normalize(r, m, l, heads)
+            sent += 1
+            # The product of the last tile comes behind the loop: ptxas serializes all of them if
+            # one is under way at a branch.
+            if tile < tiles - 1:
+                weights = gl.convert_layout(p, WEIGHTS)
+                weighted = warpgroup_mma(weights, s.rows_left.index(slot), acc, is_async=True)
+                hand_over(s)
+                started = first_half_scores(s, it)
+                # Give the ring slot back as soon as its last reader here is through.
+                acc = warpgroup_mma_wait(1, deps=[weighted])
+                mbarrier.arrive(s.empty_left.index(slot), count=1)
+                started = second_half_scores(s, started, it)
+                scores = warpgroup_mma_wait(0, deps=[started])
+        slot = (it & 1) ^ 1
+        mbarrier.arrive(s.q_free, count=1)
+        hand_over(s)
+        weighted = warpgroup_mma(s.p, s.rows_left.index(slot), acc, is_async=True)
+        factor, lse = normalize(r, m, l, sink)
         mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
         s.factor.store(factor)
         mbarrier.arrive(s.p_full, count=1)
@@ -197,39 +245,21 @@ def left_half(r, s):
         row = (token.to(gl.int64) * r.N_HEADS + heads) * r.SPLITS + split
         gl.store(r.lse + row, lse, mask=heads < r.N_HEADS)
         acc = warpgroup_mma_wait(0, deps=[weighted])
+        store_half(r, s.rows_left, slot, acc, gl.convert_layout(factor, ACC_ROW), item, 0)
         mbarrier.arrive(s.empty_left.index(slot), count=1)
-        finished = finish_half(r, acc, gl.convert_layout(factor, ACC_ROW), item, 0)
-        if r.SPLITS == 1:
-            x = finished
-        else:
-            store_half(r, finished, item, 0)
-        it += 1
         done += 1
-        last_item = item
         item = next_item
-    if r.SPLITS == 1:
-        store_half(r, x, last_item, 0)
-    async_copy.wait_group(0)
 
 
 @gluon.jit
 def right_half(r, s):
-    """The right half of the queries and of the output."""
+    """The right half of the output."""
     ACC_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     item = gl.program_id(0)
-    fetch_query(r, s.q_right, item, HALF)
     count = load_count(r, item)
     it = 0
     received = 0
-    x = gl.zeros([BLOCK_H, HALF], gl.bfloat16, layout=OUT)
-    last_item = r.n_items
-    if not r.QUANTIZED:
-        prepare_right_query(r, s)
     while item < r.n_items:
-        if r.QUANTIZED:
-            prepare_right_query(r, s)
-        if r.SPLITS == 1:
-            store_half(r, x, last_item, HALF)
         tiles = item_tiles(r, item, count)
         next_item = item + gl.num_programs(0)
         count = load_count(r, next_item)
@@ -237,30 +267,19 @@ def right_half(r, s):
         for tile in range(tiles):
             slot = it & 1
             mbarrier.wait(s.p_full, received & 1)
-            if tile == tiles - 1:
-                # The scores of the last tile are done, so the query has been read.
-                fetch_query(r, s.q_right, next_item, HALF)
-            acc *= gl.expand_dims(s.factor.load(ACC_ROW), 1)
+            if any_grown(s) & (tile > 0):
+                acc *= gl.expand_dims(s.factor.load(ACC_ROW), 1)
             weighted = warpgroup_mma(s.p, s.rows_right.index(slot), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[weighted])
-            mbarrier.arrive(s.empty_right.index(slot), count=1)
+            mbarrier.arrive(s.empty_right.index(slot), count=1, pred=tile < tiles - 1)
             mbarrier.arrive(s.p_empty, count=1)
             it += 1
             received += 1
-        if not r.QUANTIZED:
-            # left waits for it. A query that has to be converted needs the accumulator's registers.
-            prepare_right_query(r, s)
         mbarrier.wait(s.p_full, received & 1)
         factor = s.factor.load(ACC_ROW)
         mbarrier.arrive(s.p_empty, count=1)
         received += 1
-        finished = finish_half(r, acc, factor, item, HALF)
-        if r.SPLITS == 1:
-            x = finished
-        else:
-            store_half(r, finished, item, HALF)
-        last_item = item
+        slot = (it & 1) ^ 1
+        store_half(r, s.rows_right, slot, acc, factor, item, HALF)
+        mbarrier.arrive(s.empty_right.index(slot), count=1)
         item = next_item
-    if r.SPLITS == 1:
-        store_half(r, x, last_item, HALF)
-    async_copy.wait_group(0)

@@ -76,6 +76,23 @@ def load_rows(r, item, column, end, FIRST: gl.constexpr, N: gl.constexpr, LAYOUT
 
 
 @gluon.jit
+def first_tile(r, item, N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Column, end and pool rows of the first tile of a program's first item.
+
+    The rows are loaded as if all columns were live, so that the loads need not wait for the count;
+    again if splits of fewer columns begin elsewhere.
+    """
+    guess, _ = item_columns(r, item, r.n_columns - r.N_WINDOW)
+    rows = load_rows(r, item, guess, r.n_columns, 0, N, LAYOUT)
+    column, end = item_columns(r, item, load_count(r, item))
+    right = column == guess
+    again = load_rows(r, item, column, gl.where(right, column, end), 0, N, LAYOUT)
+    live = right & (column + gl.arange(0, N, layout=LAYOUT) < end)
+    rows = gl.where(live, rows, again)
+    return column, end, rows
+
+
+@gluon.jit
 def row_pointers(
     r, rows, column, first, N: gl.constexpr, SCALE: gl.constexpr, LAYOUT: gl.constexpr
 ):

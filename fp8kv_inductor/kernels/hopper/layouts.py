@@ -19,16 +19,8 @@ SAFE_SCALE_EXPONENT = gl.constexpr(6)
 # Scores [64, 64] and accumulators [64, 256] of a wgmma.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-# 16-byte vectors of bf16, reachable from ACC by shuffles within four lanes.
-OUT = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 256],
-    )
-)
+# Weights as the left operand, in registers.
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, ACC, 2))
 # Operands of a wgmma, as 16-bit floats and as words.
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 OPERAND_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -36,7 +28,7 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # 16-byte vectors of a bf16 half row.
 VECTORS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-QUERY_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 # A chunk of raw codes: 32 rows x 64 words (256 codes), 16-byte vectors. Lane bit 2 walks rows, so
 # that the stores of the dequantized tile, swizzled in lines of 128 bytes, meet no bank conflict.
 CHUNK = gl.constexpr(

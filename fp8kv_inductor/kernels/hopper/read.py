@@ -11,6 +11,7 @@ import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fp8kv_inductor.formats import RowFormat
 from fp8kv_inductor.kernels.hopper.arguments import Read, Rows, Shared
@@ -35,11 +36,11 @@ from fp8kv_inductor.kernels.launch import ReadArguments, device_limits
 GROUP_WARPS = 4
 MAX_REGISTERS = 168
 """Per thread, on average: a third of the register file for each group, in steps of eight."""
-RIGHT_REGISTERS = {True: 176, False: 184}
-GATHER_REGISTERS = {True: 96, False: 88}
-"""What ``right`` and ``gather`` need, by whether rows are quantized; ``left`` gets the rest."""
-FEWEST_HEADS = 33
-"""Below that, more than half of a block of heads is padding, and other kernels are better."""
+RIGHT_REGISTERS = 160
+GATHER_REGISTERS = 112
+"""What ``right`` and ``gather`` need; ``left`` gets the rest."""
+MOST_SHARES = 4
+"""Programs that divide the heads of a part among them: none smaller than a row of 16 heads."""
 
 
 @gluon.jit(
@@ -95,7 +96,7 @@ def read_kernel(
     RIGHT_REGISTERS: gl.constexpr,
     GATHER_REGISTERS: gl.constexpr,
 ):
-    """Grid (programs): persistent; see the package's docstring."""
+    """Grid (programs, shares of the heads of a part): persistent; see the package's docstring."""
     r = Read(
         q,
         stride_q_token,
@@ -129,15 +130,16 @@ def read_kernel(
     FLOAT: gl.constexpr = gl.float16 if QUANTIZED else gl.bfloat16
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     s = Shared(
-        gl.allocate_shared_memory(FLOAT, [BLOCK_H, HALF], OPERAND),
-        gl.allocate_shared_memory(FLOAT, [BLOCK_H, HALF], OPERAND),
-        gl.allocate_shared_memory(gl.int32, [1], PLAIN),
+        gl.allocate_shared_memory(FLOAT, [2, BLOCK_H, HALF], OPERAND),
+        gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),
         gl.allocate_shared_memory(FLOAT, [2, TILE, HALF], OPERAND),
         gl.allocate_shared_memory(FLOAT, [2, TILE, HALF], OPERAND),
         gl.allocate_shared_memory(gl.int32, [4, TILE], PLAIN),
         gl.allocate_shared_memory(gl.int32, [4, 4], PLAIN),
         gl.allocate_shared_memory(FLOAT, [BLOCK_H, TILE], OPERAND),
         gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),
+        gl.allocate_shared_memory(gl.int32, [4], PLAIN),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
@@ -152,8 +154,12 @@ def read_kernel(
         mbarrier.init(s.empty_left.index(slot), count=1)
         mbarrier.init(s.empty_right.index(slot), count=1)
     mbarrier.init(s.q_ready, count=1)
+    mbarrier.init(s.q_free, count=1)
     mbarrier.init(s.p_full, count=1)
     mbarrier.init(s.p_empty, count=1)
+    # Launched while the kernel before still runs: what that wrote is there from here on.
+    gdc_wait()
+    gdc_launch_dependents()
     if QUANTIZED:
         raw_first = gl.allocate_shared_memory(gl.int32, [32, HALF // 4], RAW)
         raw_second = gl.allocate_shared_memory(gl.int32, [32, HALF // 4], RAW)
@@ -178,7 +184,6 @@ def read_kernel(
 
 
 def takes_rows(
-    n_heads: int,
     head_dim: int,
     dtype: torch.dtype,
     row_format: RowFormat,
@@ -188,14 +193,13 @@ def takes_rows(
     """Whether the layouts are made for such queries and rows.
 
     Args:
-        n_heads, head_dim, dtype: of the queries.
+        head_dim, dtype: of the queries.
         row_format: of the pools.
         softmax_scale: must be positive, because a tile's maximum is scaled after it is found.
         rope_pairs: R / 2, all in the right half; 0 for no rotation.
     """
     return (
-        n_heads >= FEWEST_HEADS
-        and head_dim == HEAD_DIM
+        head_dim == HEAD_DIM
         and dtype == torch.bfloat16
         and row_format.block in (0, BLOCK)
         and softmax_scale > 0
@@ -230,6 +234,10 @@ def launch(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> None:
     q, window, cmp, indices, cmp_counts, sink, angles, n_window, softmax_scale, row_format = read
     tokens, n_heads, _ = q.shape
     n_items = tokens * triton.cdiv(n_heads, BLOCK_H.value) * splits
+    sm_count = device_limits(q.device).sm_count
+    shares = 1
+    while splits > 1 and shares < MOST_SHARES and 2 * shares * n_items <= sm_count:
+        shares *= 2
     quantized = row_format.quantized
     if quantized:
         pools = [part for data, scale in (window, cmp) for part in (data.view(torch.int32), scale)]
@@ -238,7 +246,7 @@ def launch(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> None:
         pools = [data for data, _ in (window, cmp) for _ in range(2)]
     cos, sin = (sink, sink) if angles is None else angles
     with torch.cuda.device_of(q):
-        read_kernel[(min(n_items, device_limits(q.device).sm_count),)](
+        read_kernel[(min(n_items, sm_count), shares)](
             q,
             *pools,
             indices,
@@ -266,8 +274,9 @@ def launch(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> None:
             QUANTIZED=quantized,
             HAS_COUNTS=cmp_counts is not None,
             ROPE_PAIRS=0 if angles is None else cos.shape[1],
-            RIGHT_REGISTERS=RIGHT_REGISTERS[quantized],
-            GATHER_REGISTERS=GATHER_REGISTERS[quantized],
+            RIGHT_REGISTERS=RIGHT_REGISTERS,
+            GATHER_REGISTERS=GATHER_REGISTERS,
             num_warps=GROUP_WARPS,
+            launch_pdl=True,
             maxnreg=MAX_REGISTERS,
         )
