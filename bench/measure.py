@@ -33,10 +33,14 @@ def header(device: str = "cuda") -> dict[str, str]:
     }
 
 
-def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` compiled for the shapes of its first call."""
+def compiled(fn: Callable[..., Any], pdl: bool = False) -> Callable[..., Any]:
+    """``fn`` compiled for the shapes of its first call.
+
+    Args:
+        pdl: let generated kernels start while the ones in front of them end.
+    """
     torch._dynamo.reset()
-    return torch.compile(fn, fullgraph=True, dynamic=False)
+    return torch.compile(fn, fullgraph=True, dynamic=False, options={"triton.enable_pdl": pdl})
 
 
 def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
