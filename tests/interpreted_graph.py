@@ -17,6 +17,8 @@ from interpreter import interpreted
 
 from fp8kv_inductor.lowerings.cross_compile import cuda_source, run_cuda_source, triton_kernels
 
+NO_GLUON = 100
+"""A compute capability for which everything is generated; the read of sm_90 is called by hand."""
 LARGEST_BLOCK = {"x": 1024, "y": 64, "z": 16, "r0_": 128}
 """Block sizes by axis: small enough that kernels loop and have several programs."""
 
@@ -30,7 +32,7 @@ def interpreted_graph(
         def load(wrapper: str) -> Callable[..., Any]:
             return _load(wrapper, Path(folder))
 
-        return run_cuda_source(fn, args, load, dynamic=dynamic)
+        return run_cuda_source(fn, args, load, NO_GLUON, dynamic=dynamic)
 
 
 def compile_kernels(
