@@ -40,7 +40,7 @@ RIGHT_REGISTERS = 160
 GATHER_REGISTERS = 112
 """What ``right`` and ``gather`` need; ``left`` gets the rest."""
 MOST_SHARES = 4
-"""Programs that divide the heads of a part among them: none smaller than a row of 16 heads."""
+"""Programs that divide the heads of a part among them."""
 
 
 @gluon.jit(
