@@ -84,9 +84,9 @@ def tile_exponent(exponents):
 
 @gluon.jit
 def chunk(r, rows, column, FIRST: gl.constexpr):
-    """Pointers to the left half of 32 rows of a tile, and which of them are live `[32, 1]`."""
+    """Pointers to the left half of 32 rows of a tile, and which of them are live `[32]`."""
     rows = rows.slice(FIRST, 32).load(gl.SliceLayout(1, CHUNK))
-    pointers = row_pointers(r, rows, column, 0, HALF // 4, False, CHUNK)
+    pointers = row_pointers(r, rows, column, HALF // 4, False, CHUNK)
     return pointers, rows >= 0
 
 
@@ -111,10 +111,10 @@ def gather_quantized(r, s, raw_first, raw_second, raw_scales):
     right = reinterpret(s.rows_right, gl.int32, [2, TILE, HALF // 2], OPERAND_WORDS)
 
     item = gl.program_id(0)
-    column, end, rows = first_tile(r, item, TILE, ROWS)
+    column, end, rows = first_tile(r, item, ROWS)
     count = load_count(r, item + gl.num_programs(0))
     s.rows.index(0).store(rows)
-    pointers = row_pointers(r, rows, column, 0, N_BLOCKS, True, SCALE_COPY)
+    pointers = row_pointers(r, rows, column, N_BLOCKS, True, SCALE_COPY)
     fetch(raw_scales.index(0), pointers, rows >= 0)
     async_copy.commit_group()
     first_pointers, first_live = chunk(r, s.rows.index(0), column, 0)
@@ -126,7 +126,7 @@ def gather_quantized(r, s, raw_first, raw_second, raw_scales):
     fetch(raw_second, second_pointers + WORDS, second_live)
     async_copy.commit_group()
     ahead, ahead_column, end, count = next_tile(r, item, column, end, count)
-    ahead_rows = load_rows(r, ahead, ahead_column, end, 0, TILE, ROWS)
+    ahead_rows = load_rows(r, ahead, ahead_column, end, ROWS)
     async_copy.wait_group(2)
     put_exponents(s.exponents.index(0), raw_scales.index(0))
     it = 0
@@ -140,12 +140,12 @@ def gather_quantized(r, s, raw_first, raw_second, raw_scales):
         next_rows = s.rows.index((it + 1) & 3)
         next_rows.store(ahead_rows)
         exponent = tile_exponent(s.exponents.index(it & 3))
-        pointers = row_pointers(r, ahead_rows, ahead_column, 0, N_BLOCKS, True, SCALE_COPY)
+        pointers = row_pointers(r, ahead_rows, ahead_column, N_BLOCKS, True, SCALE_COPY)
         fetch(next_scales, pointers, ahead_rows >= 0)
         async_copy.commit_group()
         # Two tiles ahead: nobody waits for these loads in this iteration.
         later, later_column, end, count = next_tile(r, ahead, ahead_column, end, count)
-        later_rows = load_rows(r, later, later_column, end, 0, TILE, ROWS)
+        later_rows = load_rows(r, later, later_column, end, ROWS)
 
         mbarrier.wait(s.empty_left.index(slot), phase)
         part = scales.slice(0, 32).slice(0, 8, dim=1)
@@ -195,7 +195,7 @@ def gather_plain(r, s):
     """bf16 rows of every tile, straight into the ring; a barrier counts the copies that arrived."""
     ROWS: gl.constexpr = gl.SliceLayout(1, VECTORS)
     item = gl.program_id(0)
-    column, end, rows = first_tile(r, item, TILE, ROWS)
+    column, end, rows = first_tile(r, item, ROWS)
     count = load_count(r, item + gl.num_programs(0))
     it = 0
     done = 0
@@ -204,8 +204,8 @@ def gather_plain(r, s):
         slot = it & 1
         phase = ((it >> 1) & 1) ^ 1
         ahead, ahead_column, end, count = next_tile(r, item, column, end, count)
-        ahead_rows = load_rows(r, ahead, ahead_column, end, 0, TILE, ROWS)
-        pointers = row_pointers(r, rows, column, 0, HALF, False, VECTORS)
+        ahead_rows = load_rows(r, ahead, ahead_column, end, ROWS)
+        pointers = row_pointers(r, rows, column, HALF, False, VECTORS)
         mbarrier.wait(s.empty_left.index(slot), phase)
         s.rows.index(it & 3).store(rows)
         fetch(s.rows_left.index(slot), pointers, rows >= 0)

@@ -22,7 +22,7 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     TILE,
     VECTORS,
     WEIGHTS,
-    WORDS,
+    WORD_VECTORS,
 )
 from fp8kv_inductor.kernels.hopper.query import bring_query
 from fp8kv_inductor.kernels.hopper.renamed import reinterpret
@@ -168,9 +168,9 @@ def store_half(r, ring, slot, acc, factor, item, FIRST: gl.constexpr):
         x = gl.permute(gl.reshape(x, [BLOCK_H, 2, HALF // 2]), [0, 2, 1])
         first, second = gl.split(x)
         lines.store(first)
-        store_features(r, lines.load(WORDS), item, FIRST)
+        store_features(r, lines.load(WORD_VECTORS), item, FIRST)
         lines.store(second)
-        store_features(r, lines.load(WORDS), item, FIRST + HALF // 2)
+        store_features(r, lines.load(WORD_VECTORS), item, FIRST + HALF // 2)
 
 
 @gluon.jit

@@ -59,12 +59,12 @@ def next_tile(r, item, column, end, next_count):
 
 
 @gluon.jit
-def load_rows(r, item, column, end, FIRST: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
-    """Pool rows `[N]` int32 of the columns from ``column + FIRST`` on, negative where dead.
+def load_rows(r, item, column, end, LAYOUT: gl.constexpr):
+    """Pool rows `[TILE]` int32 of the columns from ``column`` on, negative where dead.
 
     If a tile can hold rows of both pools, CMP is added to those of the compressed one.
     """
-    columns = column + FIRST + gl.arange(0, N, layout=LAYOUT)
+    columns = column + gl.arange(0, TILE, layout=LAYOUT)
     token, _, _ = item_place(r, item)
     row = r.indices + token.to(gl.int64) * r.stride_index_token
     rows = gl.load(row + columns * r.stride_index_column, mask=columns < end, other=-1)
@@ -76,33 +76,31 @@ def load_rows(r, item, column, end, FIRST: gl.constexpr, N: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def first_tile(r, item, N: gl.constexpr, LAYOUT: gl.constexpr):
+def first_tile(r, item, LAYOUT: gl.constexpr):
     """Column, end and pool rows of the first tile of a program's first item.
 
     The rows are loaded as if all columns were live, so that the loads need not wait for the count;
     again if splits of fewer columns begin elsewhere.
     """
     guess, _ = item_columns(r, item, r.n_columns - r.N_WINDOW)
-    rows = load_rows(r, item, guess, r.n_columns, 0, N, LAYOUT)
+    rows = load_rows(r, item, guess, r.n_columns, LAYOUT)
     column, end = item_columns(r, item, load_count(r, item))
-    right = column == guess
-    again = load_rows(r, item, column, gl.where(right, column, end), 0, N, LAYOUT)
-    live = right & (column + gl.arange(0, N, layout=LAYOUT) < end)
+    guessed = column == guess
+    again = load_rows(r, item, column, gl.where(guessed, column, end), LAYOUT)
+    live = guessed & (column + gl.arange(0, TILE, layout=LAYOUT) < end)
     rows = gl.where(live, rows, again)
     return column, end, rows
 
 
 @gluon.jit
-def row_pointers(
-    r, rows, column, first, N: gl.constexpr, SCALE: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Pointers `[rows, N]` from feature ``first`` on to the data or the scales of a tile's rows.
+def row_pointers(r, rows, column, N: gl.constexpr, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pointers `[rows, N]` to the first elements of the data or the scales of a tile's rows.
 
     Args:
         rows: what ``load_rows`` gives.
         column: first column of the tile.
     """
-    features = gl.expand_dims(first + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    features = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT)), 0)
     rows = gl.expand_dims(rows, 1)
     if r.WHOLE_TILES:
         in_window = column < r.N_WINDOW

@@ -26,9 +26,9 @@ OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 OPERAND_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-# 16-byte vectors of a bf16 half row.
+# 16-byte vectors of rows of bf16, and of words.
 VECTORS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+WORD_VECTORS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 # A chunk of raw codes: 32 rows x 64 words (256 codes), 16-byte vectors. Lane bit 2 walks rows, so
 # that the stores of the dequantized tile, swizzled in lines of 128 bytes, meet no bank conflict.
 CHUNK = gl.constexpr(

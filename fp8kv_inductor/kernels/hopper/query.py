@@ -11,22 +11,23 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     OPERAND,
     OPERAND_WORDS,
     VECTORS,
-    WORDS,
+    WORD_VECTORS,
 )
 from fp8kv_inductor.kernels.hopper.renamed import reinterpret
 
-CHUNK = gl.constexpr(64)
+LINE = gl.constexpr(64)
 """Features in a line of 128 bytes of shared memory; behind a tile of such lines lies the next."""
-CHUNKS = gl.constexpr(2 * HALF // CHUNK)
+LINES = gl.constexpr(2 * HALF // LINE)
 
 
 @gluon.jit
-def query_rows(r, item, LAYOUT: gl.constexpr):
-    """Pointers to an item's queries `[BLOCK_H]`, and which of them exist."""
+def query_pointers(r, item, first, N: gl.constexpr):
+    """Pointers `[BLOCK_H, N]` from feature ``first`` of an item's queries on, and which exist."""
     token, head, _ = item_place(r, item)
-    heads = head + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, LAYOUT))
+    heads = head + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, VECTORS))
     rows = r.q + token.to(gl.int64) * r.stride_q_token + heads.to(gl.int64) * r.stride_q_head
-    return rows, heads < r.N_HEADS
+    features = first + gl.arange(0, N, layout=gl.SliceLayout(0, VECTORS))
+    return gl.expand_dims(rows, 1) + gl.expand_dims(features, 0), heads < r.N_HEADS
 
 
 @gluon.jit
@@ -61,31 +62,29 @@ def pairs_to_fp16(pairs, largest):
 
 @gluon.jit
 def query_to_fp16(s):
-    """Convert a query tile from bf16 in place, two chunks at a time; threads meet twice for each.
+    """Convert a query tile from bf16 in place, two lines at a time; threads meet twice for each.
 
     Returns:
         its largest magnitude, as bf16 bits.
     """
-    words = reinterpret(s.q, gl.int32, [CHUNKS // 2, BLOCK_H, CHUNK], OPERAND_WORDS)
-    largest = gl.zeros([BLOCK_H, CHUNK // 2], gl.int32, layout=WORDS)
-    for chunks in range(CHUNKS // 2):
-        pairs = gl.reshape(words.index(chunks).load(WORDS), [BLOCK_H, 2, CHUNK // 2])
+    words = reinterpret(s.q, gl.int32, [LINES // 2, BLOCK_H, LINE], OPERAND_WORDS)
+    largest = gl.zeros([BLOCK_H, LINE // 2], gl.int32, layout=WORD_VECTORS)
+    for lines in range(LINES // 2):
+        pairs = gl.reshape(words.index(lines).load(WORD_VECTORS), [BLOCK_H, 2, LINE // 2])
         first, second = gl.split(gl.permute(pairs, [0, 2, 1]))
-        first = gl.convert_layout(first, WORDS, assert_trivial=True)
-        second = gl.convert_layout(second, WORDS, assert_trivial=True)
+        first = gl.convert_layout(first, WORD_VECTORS, assert_trivial=True)
+        second = gl.convert_layout(second, WORD_VECTORS, assert_trivial=True)
         first, largest = pairs_to_fp16(first, largest)
         second, largest = pairs_to_fp16(second, largest)
-        pairs = gl.reshape(gl.permute(gl.join(first, second), [0, 2, 1]), [BLOCK_H, CHUNK])
-        words.index(chunks).store(gl.convert_layout(pairs, WORDS, assert_trivial=True))
+        pairs = gl.reshape(gl.permute(gl.join(first, second), [0, 2, 1]), [BLOCK_H, LINE])
+        words.index(lines).store(gl.convert_layout(pairs, WORD_VECTORS, assert_trivial=True))
     return gl.max(gl.max(gl.maximum(largest & 0xFFFF, largest >> 16), 1), 0)
 
 
 @gluon.jit
-def load_query_chunk(r, item, first):
-    """Features `[first, first + CHUNK)` of an item's queries, `[BLOCK_H, CHUNK]` fp32."""
-    rows, live = query_rows(r, item, VECTORS)
-    features = first + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, VECTORS))
-    pointers = gl.expand_dims(rows, 1) + gl.expand_dims(features, 0)
+def load_query_lines(r, item, first):
+    """Features `[first, first + LINE)` of an item's queries, `[BLOCK_H, LINE]` fp32."""
+    pointers, live = query_pointers(r, item, first, LINE)
     return gl.load(pointers, mask=gl.expand_dims(live, 1), other=0.0).to(gl.float32)
 
 
@@ -97,15 +96,15 @@ def query_to_scaled_fp16(r, s, item):
         the powers `[BLOCK_H]`.
     """
     largest = gl.zeros([BLOCK_H], gl.float32, layout=gl.SliceLayout(1, VECTORS))
-    for chunk in range(CHUNKS):
-        largest = gl.maximum(largest, gl.max(gl.abs(load_query_chunk(r, item, chunk * CHUNK)), 1))
+    for line in range(LINES):
+        largest = gl.maximum(largest, gl.max(gl.abs(load_query_lines(r, item, line * LINE)), 1))
     exponent = ((largest.to(gl.int32, bitcast=True) >> 23) & 255) - 127 - 14
     exponent = gl.minimum(gl.maximum(exponent, -126), 126)
     inverse = gl.expand_dims(((127 - exponent) << 23).to(gl.float32, bitcast=True), 1)
-    target = reinterpret(s.q, gl.float16, [CHUNKS, BLOCK_H, CHUNK], OPERAND)
-    for chunk in range(CHUNKS):
-        x = load_query_chunk(r, item, chunk * CHUNK) * inverse
-        target.index(chunk).store(x.to(gl.float16))
+    target = reinterpret(s.q, gl.float16, [LINES, BLOCK_H, LINE], OPERAND)
+    for line in range(LINES):
+        x = load_query_lines(r, item, line * LINE) * inverse
+        target.index(line).store(x.to(gl.float16))
     return ((127 + exponent) << 23).to(gl.float32, bitcast=True)
 
 
@@ -116,9 +115,7 @@ def bring_query(r, s, item, done):
     Args:
         done: items that the program has brought before.
     """
-    rows, live = query_rows(r, item, VECTORS)
-    features = gl.arange(0, HALF, layout=gl.SliceLayout(0, VECTORS))
-    pointers = gl.expand_dims(rows, 1) + gl.expand_dims(features, 0)
+    pointers, live = query_pointers(r, item, 0, HALF)
     target = reinterpret(s.q, gl.bfloat16, [2, BLOCK_H, HALF], OPERAND)
     mbarrier.wait(s.q_free, (done & 1) ^ 1)
     fetch(target.index(0), pointers, live)
