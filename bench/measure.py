@@ -33,14 +33,16 @@ def header(device: str = "cuda") -> dict[str, str]:
     }
 
 
-def compiled(fn: Callable[..., Any], pdl: bool = False) -> Callable[..., Any]:
+def compiled(fn: Callable[..., Any], pdl: bool | None = None) -> Callable[..., Any]:
     """``fn`` compiled for the shapes of its first call.
 
     Args:
-        pdl: let generated kernels start while the ones in front of them end.
+        pdl: whether generated kernels start while the ones in front of them end; by default as the
+            environment says.
     """
     torch._dynamo.reset()
-    return torch.compile(fn, fullgraph=True, dynamic=False, options={"triton.enable_pdl": pdl})
+    options = None if pdl is None else {"triton.enable_pdl": pdl}
+    return torch.compile(fn, fullgraph=True, dynamic=False, options=options)
 
 
 def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
