@@ -17,6 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 ARCHITECTURES = (89, 90, 100, 120)
+TEMPLATES = 100
+"""A compute capability on which the read is a Triton template; sm_90 has a kernel of its own."""
 TORCH_DTYPES = {
     "*bf16": torch.bfloat16,
     "*fp16": torch.float16,

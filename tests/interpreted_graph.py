@@ -12,13 +12,11 @@ from unittest import mock
 
 import torch
 import triton
-from generated import GeneratedKernel
+from generated import TEMPLATES, GeneratedKernel
 from interpreter import interpreted
 
 from fp8kv_inductor.lowerings.cross_compile import cuda_source, run_cuda_source, triton_kernels
 
-NO_GLUON = 100
-"""A compute capability for which everything is generated; the read of sm_90 is called by hand."""
 LARGEST_BLOCK = {"x": 1024, "y": 64, "z": 16, "r0_": 128}
 """Block sizes by axis: small enough that kernels loop and have several programs."""
 
@@ -32,7 +30,7 @@ def interpreted_graph(
         def load(wrapper: str) -> Callable[..., Any]:
             return _load(wrapper, Path(folder))
 
-        return run_cuda_source(fn, args, load, NO_GLUON, dynamic=dynamic)
+        return run_cuda_source(fn, args, load, TEMPLATES, dynamic=dynamic)
 
 
 def compile_kernels(

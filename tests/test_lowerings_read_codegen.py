@@ -6,7 +6,7 @@ import re
 import pytest
 import sympy
 import torch
-from generated import ARCHITECTURES, GeneratedKernel
+from generated import ARCHITECTURES, TEMPLATES, GeneratedKernel
 from interpreter import interpreted
 from nasty import nasty_reads
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -34,10 +34,6 @@ FORMATS = ["fp8_e4m3", "fp8_e4m3_amax", "fp8_e4m3_ue8m0", "bf16"]
 PREFILL, DECODE = 300, 4
 HEADS, COLUMNS = 64, 640
 SM_COUNT = 132
-
-
-TEMPLATES = 100
-"""A compute capability on which the read is a Triton template; sm_90 has a kernel of its own."""
 
 
 def rotated_read(q, window, cmp, indices, counts, sink, cos, sin):
