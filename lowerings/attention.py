@@ -11,13 +11,13 @@ import sympy
 import torch
 import triton
 from torch._inductor import config, ir
+from torch._inductor.codegen.triton import triton_type
 from torch._inductor.ir import TensorBox
 from torch._inductor.lowering import (
     empty_strided,
     fallback_handler,
     lowerings,
     register_lowering,
-    view,
 )
 from torch._inductor.select_algorithm import SymbolicGridFn
 from torch._inductor.virtualized import V, ops
@@ -32,6 +32,7 @@ from fp8kv_inductor.lowerings.loops import Index, Loader, reduction_loader
 from fp8kv_inductor.lowerings.template import ExternRead, make_template, realized, select
 
 MINUS_INF = float("-inf")
+ZERO, ONE = sympy.Integer(0), sympy.Integer(1)
 MAX_SPLITS = 32
 """The combination of split-k parts is unrolled in the IR up to this many."""
 
@@ -146,6 +147,7 @@ def _template() -> Any:
             kernels.split_range,
             kernels.attend,
             kernels.finish,
+            kernels.as_part,
             kernels.rotate_back,
         ),
     )
@@ -218,7 +220,8 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
     # The pairs of an odd row begin at odd features, which a tile does not hold as neighbours.
     inside = read.angles if splits == 1 and head_dim % 2 == 0 else None
 
-    lse = empty_strided([tokens, heads, splits], None, dtype=F32, device=device)
+    lse_sizes = [tokens, heads] if splits == 1 else [tokens, heads, splits, 2]
+    lse = empty_strided(lse_sizes, None, dtype=F32, device=device)
     pools = [read.window[0], read.cmp[0]]
     if read.fmt.quantized:
         pools += [read.window[1], read.cmp[1]]
@@ -232,7 +235,9 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
     part = select(
         "sparse_attention",
         inputs,
-        ir.FixedLayout(device, dtype if splits == 1 else F32, sizes, stride),
+        ir.FixedLayout(
+            device, dtype if splits == 1 else kernels.part_dtype(dtype, read.fmt), sizes, stride
+        ),
         _choices(
             read, target, tile, inputs[LSE], [tokens, head_blocks, splits], inside is not None
         ),
@@ -240,7 +245,7 @@ def _triton(read: _Read) -> tuple[TensorBox, TensorBox]:
     )
     if splits == 1:
         out = part if inside else _rotated(read, part)
-        return out, view(lse, [tokens, heads])
+        return out, lse
     out, total_lse = _combine(read, part, lse, splits)
     return _rotated(read, out), total_lse
 
@@ -282,6 +287,7 @@ def _choices(
         "BLOCK": read.fmt.block,
         "BLOCK_H": tile.block_h,
         "SPLITS": splits,
+        "PART": triton_type(kernels.part_dtype(read.q.get_dtype(), read.fmt)),
         "N_WINDOW": read.n_window,
         "SOFTMAX_SCALE": read.softmax_scale,
         "HAS_COUNTS": read.cmp_counts is not None,
@@ -345,7 +351,7 @@ def _combine(
     dtype = read.q.get_dtype()
 
     def weights(index: Index) -> tuple[OpsValue, list[OpsValue]]:
-        scores = [lse_load([*index, sympy.Integer(split)]) for split in range(splits)]
+        scores = [lse_load([*index, sympy.Integer(split), ZERO]) for split in range(splits)]
         m = functools.reduce(ops.maximum, scores)
         return m, [ops.exp(ops.sub(score, _shift(m))) for score in scores]
 
@@ -353,7 +359,10 @@ def _combine(
         *row, feature = index
         m, weight = weights(row)
         parts = [
-            ops.mul(part_load([*row, sympy.Integer(split), feature]), weight[split])
+            ops.mul(
+                ops.to_dtype(part_load([*row, sympy.Integer(split), feature]), F32),
+                ops.mul(weight[split], lse_load([*row, sympy.Integer(split), ONE])),
+            )
             for split in range(splits)
         ]
         acc, total = functools.reduce(ops.add, parts), functools.reduce(ops.add, weight)

@@ -51,7 +51,7 @@ def sass(name: str, splits: int, n_window: int) -> tuple[str, int]:
         **dict.fromkeys(("sink", "cos", "sin", "lse"), "*fp32"),
         **dict.fromkeys(("indices", "counts"), "*i32"),
         "q": "*bf16",
-        "out": "*bf16" if splits == 1 else "*fp32",
+        "out": "*bf16" if splits == 1 else "*fp16" if fmt.quantized else "*fp32",
         "to_base_2": "fp32",
     }
     options = {"num_warps": hopper.GROUP_WARPS, "maxnreg": hopper.MAX_REGISTERS}

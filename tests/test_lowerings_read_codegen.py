@@ -157,10 +157,10 @@ def test_interpreted_result_equals_fp64(tokens, rotate, tmp_path):
     splits = int(re.search(r"SPLITS : tl.constexpr = (\d+)", source).group(1))
     assert (splits == 1) == (tokens == PREFILL)
     q, window, cmp, indices, counts, sink = args
-    lse = torch.empty(tokens, heads, splits)
+    lse = torch.empty((tokens, heads) if splits == 1 else (tokens, heads, splits, 2))
     out = torch.empty(
         (tokens, heads, 512) if splits == 1 else (tokens, heads, splits, 512),
-        dtype=q.dtype if splits == 1 else torch.float32,
+        dtype=q.dtype if splits == 1 else torch.float16,
     )
     named = {
         "arg_Q": q,
@@ -195,12 +195,13 @@ def test_interpreted_result_equals_fp64(tokens, rotate, tmp_path):
     if rotate:
         want, low = (numerics.rope(x, cos[rows, None], sin[rows, None], True) for x in (want, low))
     if splits > 1:
-        parts, part_lse = out[rows].double(), lse[rows].double()
+        part_lse, powers = lse[rows].double().unbind(-1)
+        parts = out[rows].double() * powers.unsqueeze(-1)
         total = part_lse.logsumexp(-1)
         weight = (part_lse - torch.logaddexp(total, sink.double()).unsqueeze(-1)).exp().nan_to_num()
         got, got_lse = (parts * weight.unsqueeze(-1)).sum(2), total
     else:
-        got, got_lse = out[rows].double(), lse[rows, :, 0].double()
+        got, got_lse = out[rows].double(), lse[rows].double()
     assert torch.equal(got_lse == -math.inf, want_lse == -math.inf)
     assert (got - want).norm() <= 2 * (low.double() - want).norm()
 

@@ -176,6 +176,23 @@ def rotate_back(x, cos, sin, DTYPE: tl.constexpr, D: tl.constexpr, PAIRS: tl.con
 
 
 @triton.jit
+def as_part(result, DTYPE: tl.constexpr):
+    """A part `[BLOCK_H, BLOCK_D]` in DTYPE, over a power of two per head, and those `[BLOCK_H]`.
+
+    fp16 has the precision that the sum of parts needs, but not the range.
+    """
+    if tl.float32 == DTYPE:
+        exponent = tl.zeros([result.shape[0]], tl.int32)
+    else:
+        largest = tl.max(tl.abs(result), 1)
+        exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127 - 14
+        exponent = tl.minimum(tl.maximum(exponent, -126), 126)
+    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    power = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    return (result * inverse[:, None]).to(DTYPE), power
+
+
+@triton.jit
 def load_query(q, heads, n_heads, stride_head, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Query tile `[BLOCK_H, BLOCK_D]` in the dtype of the dot products.
 
@@ -335,15 +352,17 @@ def split_kernel(
         STAGES,
     )
     result, result_lse = finish(acc, m, l, tl.full([BLOCK_H], -float("inf"), tl.float32))
+    part, power = as_part(result, partial_out.dtype.element_ty)
     features = tl.arange(0, BLOCK_D)
     head_mask = heads < n_heads
     row = (token * n_heads + heads) * SPLITS + split
     tl.store(
         partial_out + (row * D)[:, None] + features[None, :],
-        result,
+        part,
         mask=head_mask[:, None] & (features < D)[None, :],
     )
-    tl.store(partial_lse + row, result_lse, mask=head_mask)
+    tl.store(partial_lse + row * 2, result_lse, mask=head_mask)
+    tl.store(partial_lse + row * 2 + 1, power, mask=head_mask)
 
 
 @triton.jit
@@ -367,7 +386,9 @@ def combine_kernel(
     row = tl.program_id(0).to(tl.int64) * n_heads + tl.program_id(1)
     splits = tl.arange(0, BLOCK_S)
     features = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    scores = tl.load(partial_lse + row * SPLITS + splits, mask=splits < SPLITS, other=-float("inf"))
+    part_lse = partial_lse + (row * SPLITS + splits) * 2
+    scores = tl.load(part_lse, mask=splits < SPLITS, other=-float("inf"))
+    powers = tl.load(part_lse + 1, mask=splits < SPLITS, other=0.0)
     scores = scores * 1.4426950408889634
     partial = tl.load(
         partial_out + ((row * SPLITS + splits) * D)[:, None] + features[None, :],
@@ -377,7 +398,7 @@ def combine_kernel(
     m = tl.max(scores, 0)
     shift = tl.where(m == -float("inf"), 0.0, m)
     p = tl.exp2(scores - shift)
-    acc = tl.sum(partial * p[:, None], 0)
+    acc = tl.sum(partial * (p * powers)[:, None], 0)
     head_sink = tl.load(sink + tl.program_id(1) * stride_sink)
     result, result_lse = finish(
         acc[None, :],
@@ -449,6 +470,15 @@ def choose_splits(tokens: int, head_blocks: int, columns: int, sm_count: int) ->
     return triton.cdiv(parts, triton.cdiv(parts, min(idle_factor, parts)))
 
 
+def part_dtype(dtype: torch.dtype, row_format: RowFormat) -> torch.dtype:
+    """Of the parts of a read: queries of ``dtype``, rows of ``row_format``.
+
+    Half the bytes of fp32 where the block scales bound them; a few queries wait for their parts to
+    be written.
+    """
+    return torch.float16 if dtype == torch.bfloat16 and row_format.quantized else torch.float32
+
+
 COMBINE_TILE_ELEMENTS = 8192
 """Elements of a combine tile: 64 fp32 registers per thread of four warps."""
 
@@ -517,8 +547,9 @@ def read_into(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> Non
 
     Args:
         read: what to compute.
-        splits: column ranges per token. With more than one, ``out`` are the fp32 parts
-            `[T, H, S, D]` and ``lse`` is `[T, H, S]`, both without the sink and not rotated.
+        splits: column ranges per token. With more than one, ``out`` are the parts `[T, H, S, D]`
+            in ``part_dtype``, without the sink and not rotated, and ``lse`` is `[T, H, S, 2]`: that
+            of the part, and the power of two that the part has to be multiplied with.
         out, lse: contiguous.
     """
     angles = None
@@ -644,8 +675,10 @@ def sparse_attention(
     if splits > 1:
         part_shape = (tokens, n_heads, splits)
         parts = (
-            torch.empty((*part_shape, head_dim), dtype=torch.float32, device=q.device),
-            torch.empty(part_shape, dtype=torch.float32, device=q.device),
+            torch.empty(
+                (*part_shape, head_dim), dtype=part_dtype(q.dtype, row_format), device=q.device
+            ),
+            torch.empty((*part_shape, 2), dtype=torch.float32, device=q.device),
         )
     read = ReadArguments(
         q,

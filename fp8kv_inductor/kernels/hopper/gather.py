@@ -62,7 +62,7 @@ def dequantize(codes, scales, exponent):
 
 @gluon.jit
 def put_exponents(target, scales):
-    """By how much the largest scale of each of 4 x 16 rows exceeds ``SAFE_SCALE_EXPONENT``.
+    """By how much the largest scale of 4 x 16 rows exceeds ``SAFE_SCALE_EXPONENT``, or less than 0.
 
     One number per warp: the warps need not meet for it.
     """
@@ -73,7 +73,7 @@ def put_exponents(target, scales):
         bits = scales.to(gl.int16, bitcast=True).to(gl.int32)
     largest = gl.max(gl.reshape(bits, [4, TILE * N_BLOCKS // 4]), 1)
     exponents = largest - 127 if scales.dtype == gl.uint8 else (largest >> 10) - 15
-    target.store(gl.maximum(exponents - SAFE_SCALE_EXPONENT, 0))
+    target.store(exponents - SAFE_SCALE_EXPONENT)
 
 
 @gluon.jit
@@ -139,7 +139,7 @@ def gather_quantized(r, s, raw_first, raw_second, raw_scales):
         # left is at most one tile behind: what it reads of that tile stays.
         next_rows = s.rows.index((it + 1) & 3)
         next_rows.store(ahead_rows)
-        exponent = tile_exponent(s.exponents.index(it & 3))
+        exponent = gl.maximum(tile_exponent(s.exponents.index(it & 3)), 0)
         pointers = row_pointers(r, ahead_rows, ahead_column, N_BLOCKS, True, SCALE_COPY)
         fetch(next_scales, pointers, ahead_rows >= 0)
         async_copy.commit_group()

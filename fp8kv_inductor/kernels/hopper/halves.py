@@ -75,7 +75,7 @@ def any_grown(s):
 
 
 @gluon.jit
-def softmax(r, s, scores, m, l, scale, it):  # noqa: E741
+def softmax(r, s, scores, m, l, power, scale, it):  # noqa: E741
     """Weights of a tile, in base 2, and the running shift and sum.
 
     The shift follows the maximum only where that exceeds it by more than ``SLACK``, so that
@@ -83,13 +83,16 @@ def softmax(r, s, scores, m, l, scale, it):  # noqa: E741
 
     Returns:
         p `[BLOCK_H, TILE]` times 2^exponent of the tile; what to multiply accumulators with if any
-        shift has grown; whether one has; m; l.
+        shift has grown; whether one has; m; l; the larger of ``power`` and the exponent of the
+        tile's largest scale over the safe one, which parts are divided by.
     """
     rows = s.rows.index(it & 3).load(gl.SliceLayout(0, SCORES))
     scores = gl.where(gl.expand_dims(rows >= 0, 0), scores, MINUS_INF)
     exponent = 0.0
     if r.QUANTIZED:
-        exponent = tile_exponent(s.exponents.index(it & 3)).to(gl.float32)
+        exponent = tile_exponent(s.exponents.index(it & 3))
+        power = gl.maximum(power, exponent)
+        exponent = gl.maximum(exponent, 0).to(gl.float32)
         scale *= gl.exp2(exponent)
     largest = gl.max(scores, 1) * scale
     grown = largest > m + SLACK
@@ -101,7 +104,7 @@ def softmax(r, s, scores, m, l, scale, it):  # noqa: E741
     p = gl.exp2(scores * gl.expand_dims(scale, 1) - gl.expand_dims(shift - exponent, 1))
     rescale = gl.exp2(m - shift)
     l = l * rescale + gl.sum(p, 1) * gl.exp2(-exponent)  # noqa: E741
-    return p.to(s.p.dtype), rescale, grown, new_m, l
+    return p.to(s.p.dtype), rescale, grown, new_m, l, power
 
 
 @gluon.jit
@@ -156,12 +159,13 @@ def store_half(r, ring, slot, acc, factor, item, FIRST: gl.constexpr):
             an accumulator hold into whole lines.
     """
     x = acc * gl.expand_dims(factor, 1)
-    if r.SPLITS == 1:
+    FLOAT: gl.constexpr = r.out.dtype.element_ty
+    if gl.float32 != FLOAT:
         if r.ROPE_PAIRS > 0 and FIRST > 0:
             token, _, _ = item_place(r, item)
             x = rotate_back(r, x, token)
-        lines = reinterpret(ring, gl.bfloat16, [2, BLOCK_H, HALF], OPERAND).index(slot)
-        lines.store(x.to(gl.bfloat16))
+        lines = reinterpret(ring, FLOAT, [2, BLOCK_H, HALF], OPERAND).index(slot)
+        lines.store(x.to(FLOAT))
         store_features(r, lines.load(VECTORS), item, FIRST)
     else:
         lines = reinterpret(ring, gl.float32, [2, BLOCK_H, HALF // 2], OPERAND_WORDS).index(slot)
@@ -209,12 +213,15 @@ def left_half(r, s):
             sink *= LOG2_E
         m = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=ROW)
         l = gl.zeros([BLOCK_H], gl.float32, layout=ROW)  # noqa: E741
+        power = -126
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
         scores = warpgroup_mma_wait(0, deps=[started])
         for tile in range(tiles):
             slot = it & 1
             mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
-            p, rescale, grown, m, l = softmax(r, s, scores, m, l, scale, it)  # noqa: E741
+            p, rescale, grown, m, l, power = softmax(  # noqa: E741
+                r, s, scores, m, l, power, scale, it
+            )
             s.p.store(p)
             s.factor.store(rescale)
             if grown & (tile > 0):
@@ -238,12 +245,19 @@ def left_half(r, s):
         hand_over(s)
         weighted = warpgroup_mma(s.p, s.rows_left.index(slot), acc, is_async=True)
         factor, lse = normalize(r, m, l, sink)
+        row = (token.to(gl.int64) * r.N_HEADS + heads) * r.SPLITS + split
+        exists = heads < r.N_HEADS
+        if r.SPLITS > 1:
+            row *= 2
+            power = 0 if not r.QUANTIZED else power
+            factor *= ((127 - power) << 23).to(gl.float32, bitcast=True)
+            power = gl.full_like(lse, ((127 + power) << 23).to(gl.float32, bitcast=True))
+            gl.store(r.lse + row + 1, power, mask=exists)
         mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
         s.factor.store(factor)
         mbarrier.arrive(s.p_full, count=1)
         sent += 1
-        row = (token.to(gl.int64) * r.N_HEADS + heads) * r.SPLITS + split
-        gl.store(r.lse + row, lse, mask=heads < r.N_HEADS)
+        gl.store(r.lse + row, lse, mask=exists)
         acc = warpgroup_mma_wait(0, deps=[weighted])
         store_half(r, s.rows_left, slot, acc, gl.convert_layout(factor, ACC_ROW), item, 0)
         mbarrier.arrive(s.empty_left.index(slot), count=1)
