@@ -53,6 +53,7 @@ def sass(name: str, splits: int, n_window: int) -> tuple[str, int]:
         "q": "*bf16",
         "out": "*bf16" if splits == 1 else "*fp16" if fmt.quantized else "*fp32",
         "to_base_2": "fp32",
+        "out_blocks": f"tensordesc<bf16{hopper.OUT_BLOCK},{hopper.OPERAND_BLOCK.value!r}>",
     }
     options = {"num_warps": hopper.GROUP_WARPS, "maxnreg": hopper.MAX_REGISTERS}
     compiled = compile_kernel(

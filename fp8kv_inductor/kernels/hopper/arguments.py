@@ -4,6 +4,7 @@ from typing import Any
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate as aggregate
 
 
@@ -59,6 +60,7 @@ class Read:
     stride_cos: gl.tensor
     stride_sin: gl.tensor
     out: gl.tensor
+    out_blocks: tma.tensor_descriptor
     lse: gl.tensor
     to_base_2: gl.tensor
     n_columns: gl.tensor
@@ -77,28 +79,24 @@ class Shared:
     """What the groups exchange; left and right are halves of the features.
 
     Attributes:
-        q: halves of the queries `[2, BLOCK_H, HALF]`.
-        q_scale: what the queries of each head were divided by `[BLOCK_H]`, if rows are quantized.
-        rows_left, rows_right: ring of two tiles `[TILE, HALF]`.
+        largest: by warp of left, the largest magnitude of its queries, if rows are quantized.
+        left, right: three places for halves of the queries or of a tile `[3, TILE, HALF]`.
         rows: ring of four times the pool rows `[TILE]` of a tile, negative where dead.
         exponents: ring of four times what each warp's rows were divided by.
         p, factor: weights `[BLOCK_H, TILE]` and what to multiply accumulators with `[BLOCK_H]`.
         grown: by warp, whether some of those factors are not 1.
-        q_ready, q_free, p_full, p_empty: barriers of the queries and of p with its factor.
-        full_left, full_right, empty_left, empty_right: barriers of the ring.
+        p_full, p_empty: barriers of p with its factor.
+        full_left, full_right, empty_left, empty_right: barriers of the places.
     """
 
-    q: gl.shared_memory_descriptor
-    q_scale: gl.shared_memory_descriptor
-    rows_left: gl.shared_memory_descriptor
-    rows_right: gl.shared_memory_descriptor
+    largest: gl.shared_memory_descriptor
+    left: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor
     exponents: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     factor: gl.shared_memory_descriptor
     grown: gl.shared_memory_descriptor
-    q_ready: gl.shared_memory_descriptor
-    q_free: gl.shared_memory_descriptor
     full_left: gl.shared_memory_descriptor
     full_right: gl.shared_memory_descriptor
     empty_left: gl.shared_memory_descriptor

@@ -2,7 +2,7 @@
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from fp8kv_inductor.kernels.hopper.items import (
     fetch,
@@ -25,7 +25,8 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     TILE,
     VECTORS,
 )
-from fp8kv_inductor.kernels.hopper.query import bring_query
+from fp8kv_inductor.kernels.hopper.places import Q_PLACE, fill, fill_by_copies, wait_empty
+from fp8kv_inductor.kernels.hopper.query import step_behind
 from fp8kv_inductor.kernels.hopper.renamed import reinterpret
 
 
@@ -107,8 +108,8 @@ def gather_quantized(r, s, raw_first, raw_second, raw_scales):
     SCALE_COPY: gl.constexpr = SCALES_U8 if raw_scales.dtype == gl.uint8 else SCALES
     ROWS: gl.constexpr = gl.SliceLayout(1, SCALE_COPY)
     WORDS: gl.constexpr = HALF // 4
-    left = reinterpret(s.rows_left, gl.int32, [2, TILE, HALF // 2], OPERAND_WORDS)
-    right = reinterpret(s.rows_right, gl.int32, [2, TILE, HALF // 2], OPERAND_WORDS)
+    left = reinterpret(s.left, gl.int32, [3, TILE, HALF // 2], OPERAND_WORDS)
+    right = reinterpret(s.right, gl.int32, [3, TILE, HALF // 2], OPERAND_WORDS)
 
     item = gl.program_id(0)
     column, end, rows = first_tile(r, item, ROWS)
@@ -130,12 +131,11 @@ def gather_quantized(r, s, raw_first, raw_second, raw_scales):
     async_copy.wait_group(2)
     put_exponents(s.exponents.index(0), raw_scales.index(0))
     it = 0
-    done = 0
-    fresh = 0
+    step = 0
+    place = 0
+    q_place = Q_PLACE
     while item < r.n_items:
-        slot = it & 1
-        phase = ((it >> 1) & 1) ^ 1
-        scales, next_scales = raw_scales.index(slot), raw_scales.index(slot ^ 1)
+        scales, next_scales = raw_scales.index(it & 1), raw_scales.index((it & 1) ^ 1)
         # left is at most one tile behind: what it reads of that tile stays.
         next_rows = s.rows.index((it + 1) & 3)
         next_rows.store(ahead_rows)
@@ -147,39 +147,35 @@ def gather_quantized(r, s, raw_first, raw_second, raw_scales):
         later, later_column, end, count = next_tile(r, ahead, ahead_column, end, count)
         later_rows = load_rows(r, later, later_column, end, ROWS)
 
-        mbarrier.wait(s.empty_left.index(slot), phase)
+        wait_empty(s.empty_left, step)
         part = scales.slice(0, 32).slice(0, 8, dim=1)
-        left.index(slot).slice(0, 32).store(dequantize(first, part, exponent))
+        left.index(place).slice(0, 32).store(dequantize(first, part, exponent))
         first_pointers, first_live = chunk(r, next_rows, ahead_column, 0)
         first = load_codes(first_pointers, first_live)
         part = scales.slice(32, 32).slice(0, 8, dim=1)
-        left.index(slot).slice(32, 32).store(dequantize(second, part, exponent))
+        left.index(place).slice(32, 32).store(dequantize(second, part, exponent))
         second_pointers, second_live = chunk(r, next_rows, ahead_column, 32)
         second = load_codes(second_pointers, second_live)
-        mbarrier.arrive(s.full_left.index(slot), count=1)
+        fill(s.full_left, step)
 
         async_copy.wait_group(2)
         codes = raw_first.load(CHUNK)
         fetch(raw_first, first_pointers + WORDS, first_live)
         async_copy.commit_group()
-        mbarrier.wait(s.empty_right.index(slot), phase)
+        wait_empty(s.empty_right, step)
         part = scales.slice(0, 32).slice(8, 8, dim=1)
-        right.index(slot).slice(0, 32).store(dequantize(codes, part, exponent))
+        right.index(place).slice(0, 32).store(dequantize(codes, part, exponent))
         async_copy.wait_group(2)
         codes = raw_second.load(CHUNK)
         fetch(raw_second, second_pointers + WORDS, second_live)
         async_copy.commit_group()
         part = scales.slice(32, 32).slice(8, 8, dim=1)
-        right.index(slot).slice(32, 32).store(dequantize(codes, part, exponent))
-        mbarrier.arrive(s.full_right.index(slot), count=1)
+        right.index(place).slice(32, 32).store(dequantize(codes, part, exponent))
+        fill(s.full_right, step)
 
-        if fresh > 0:
-            # The ring is full, so there is time for it.
-            done += 1
-            bring_query(r, s, item, done)
         async_copy.wait_group(2)
         put_exponents(s.exponents.index((it + 1) & 3), next_scales)
-        fresh = ahead - item
+        q_place, place, step = step_behind(r, s, item, ahead, q_place, place, step)
         item = ahead
         ahead = later
         ahead_column = later_column
@@ -198,28 +194,21 @@ def gather_plain(r, s):
     column, end, rows = first_tile(r, item, ROWS)
     count = load_count(r, item + gl.num_programs(0))
     it = 0
-    done = 0
-    fresh = 0
+    step = 0
+    place = 0
+    q_place = Q_PLACE
     while item < r.n_items:
-        slot = it & 1
-        phase = ((it >> 1) & 1) ^ 1
         ahead, ahead_column, end, count = next_tile(r, item, column, end, count)
         ahead_rows = load_rows(r, ahead, ahead_column, end, ROWS)
         pointers = row_pointers(r, rows, column, HALF, False, VECTORS)
-        mbarrier.wait(s.empty_left.index(slot), phase)
+        wait_empty(s.empty_left, step)
         s.rows.index(it & 3).store(rows)
-        fetch(s.rows_left.index(slot), pointers, rows >= 0)
-        async_copy.mbarrier_arrive(s.full_left.index(slot))
-        mbarrier.arrive(s.full_left.index(slot), count=1)
-        mbarrier.wait(s.empty_right.index(slot), phase)
-        fetch(s.rows_right.index(slot), pointers + HALF, rows >= 0)
-        async_copy.mbarrier_arrive(s.full_right.index(slot))
-        mbarrier.arrive(s.full_right.index(slot), count=1)
-        if fresh > 0:
-            # The ring is full, so there is time for it.
-            done += 1
-            bring_query(r, s, item, done)
-        fresh = ahead - item
+        fetch(s.left.index(place), pointers, rows >= 0)
+        fill_by_copies(s.full_left, step)
+        wait_empty(s.empty_right, step)
+        fetch(s.right.index(place), pointers + HALF, rows >= 0)
+        fill_by_copies(s.full_right, step)
+        q_place, place, step = step_behind(r, s, item, ahead, q_place, place, step)
         item = ahead
         column = ahead_column
         rows = ahead_rows

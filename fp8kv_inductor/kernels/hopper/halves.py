@@ -3,20 +3,23 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from fp8kv_inductor.kernels.hopper.gather import tile_exponent
-from fp8kv_inductor.kernels.hopper.items import item_place, item_tiles, load_count
+from fp8kv_inductor.kernels.hopper.items import item_place, item_tiles, load_count, zero
 from fp8kv_inductor.kernels.hopper.layouts import (
     ACC,
     BLOCK_H,
     EXPONENTS,
     HALF,
     OPERAND,
+    OPERAND_BLOCK,
     OPERAND_WORDS,
     SCORES,
     TILE,
@@ -24,8 +27,21 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     WEIGHTS,
     WORD_VECTORS,
 )
-from fp8kv_inductor.kernels.hopper.query import bring_query
-from fp8kv_inductor.kernels.hopper.renamed import reinterpret
+from fp8kv_inductor.kernels.hopper.places import (
+    Q_PLACE,
+    give_back,
+    other_place,
+    wait_full,
+)
+from fp8kv_inductor.kernels.hopper.query import (
+    fetch_query,
+    half_to_fp16,
+    larger,
+    power_of_two,
+    put_largest,
+    query_scale,
+)
+from fp8kv_inductor.kernels.hopper.renamed import group_barrier, reinterpret
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -35,37 +51,27 @@ MINUS_INF = gl.constexpr(-float("inf"))
 
 
 @gluon.jit
-def zero(it):
-    """0, of which the compiler does not know that it is the same for every tile.
-
-    Else it keeps the descriptors of all parts of the queries in registers, and spills others.
-    """
-    return it >> 30
-
-
-@gluon.jit
-def first_half_scores(s, it):
+def first_half_scores(s, q_place, place, step, it):
     """Start scores over the left features, once they are there.
 
     The proxy fence sits behind the wait, not in ``gather``: it compiles to a barrier that waits for
-    all outstanding loads of the thread.
+    all outstanding loads of the thread. The queries' place is not to be the same for every tile:
+    the compiler would keep the descriptors of all their parts in registers, and spill others.
     """
-    slot = it & 1
     scores = gl.zeros([BLOCK_H, TILE], gl.float32, layout=SCORES)
-    mbarrier.wait(s.full_left.index(slot), (it >> 1) & 1)
+    wait_full(s.full_left, step)
     fence_async_shared()
-    rows = s.rows_left.index(slot).permute([1, 0])
-    return warpgroup_mma(s.q.index(zero(it)), rows, scores, use_acc=False, is_async=True)
+    q, rows = s.left.index(q_place + zero(it)), s.left.index(place).permute([1, 0])
+    return warpgroup_mma(q, rows, scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def second_half_scores(s, scores, it):
+def second_half_scores(s, scores, q_place, place, step, it):
     """Add the scores over the right features."""
-    slot = it & 1
-    mbarrier.wait(s.full_right.index(slot), (it >> 1) & 1)
+    wait_full(s.full_right, step)
     fence_async_shared()
-    rows = s.rows_right.index(slot).permute([1, 0])
-    return warpgroup_mma(s.q.index(zero(it) + 1), rows, scores, is_async=True)
+    q, rows = s.right.index(q_place + zero(it)), s.right.index(place).permute([1, 0])
+    return warpgroup_mma(q, rows, scores, is_async=True)
 
 
 @gluon.jit
@@ -75,7 +81,7 @@ def any_grown(s):
 
 
 @gluon.jit
-def softmax(r, s, scores, m, l, power, scale, it):  # noqa: E741
+def softmax(r, s, scores, m, l, part_exponent, scale, it):  # noqa: E741
     """Weights of a tile, in base 2, and the running shift and sum.
 
     The shift follows the maximum only where that exceeds it by more than ``SLACK``, so that
@@ -83,15 +89,16 @@ def softmax(r, s, scores, m, l, power, scale, it):  # noqa: E741
 
     Returns:
         p `[BLOCK_H, TILE]` times 2^exponent of the tile; what to multiply accumulators with if any
-        shift has grown; whether one has; m; l; the larger of ``power`` and the exponent of the
-        tile's largest scale over the safe one, which parts are divided by.
+        shift has grown; whether one has; m; l; the larger of ``part_exponent``, if there are parts,
+        and by how much the tile's largest scale exceeds ``SAFE_SCALE_EXPONENT``.
     """
     rows = s.rows.index(it & 3).load(gl.SliceLayout(0, SCORES))
     scores = gl.where(gl.expand_dims(rows >= 0, 0), scores, MINUS_INF)
     exponent = 0.0
     if r.QUANTIZED:
         exponent = tile_exponent(s.exponents.index(it & 3))
-        power = gl.maximum(power, exponent)
+        if r.SPLITS > 1:
+            part_exponent = gl.maximum(part_exponent, exponent)
         exponent = gl.maximum(exponent, 0).to(gl.float32)
         scale *= gl.exp2(exponent)
     largest = gl.max(scores, 1) * scale
@@ -104,7 +111,7 @@ def softmax(r, s, scores, m, l, power, scale, it):  # noqa: E741
     p = gl.exp2(scores * gl.expand_dims(scale, 1) - gl.expand_dims(shift - exponent, 1))
     rescale = gl.exp2(m - shift)
     l = l * rescale + gl.sum(p, 1) * gl.exp2(-exponent)  # noqa: E741
-    return p.to(s.p.dtype), rescale, grown, new_m, l, power
+    return p.to(s.p.dtype), rescale, grown, new_m, l, part_exponent
 
 
 @gluon.jit
@@ -151,12 +158,12 @@ def store_features(r, x, item, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def store_half(r, ring, slot, acc, factor, item, FIRST: gl.constexpr):
+def store_half(r, half, place, acc, factor, item, FIRST: gl.constexpr):
     """Write half of the features of an item's output, normalised.
 
     Args:
-        ring: half of the ring. Its ``slot``, whose rows have been read, turns what the threads of
-            an accumulator hold into whole lines.
+        half, place: where the rows of the last tile have been read; turns what the threads of an
+            accumulator hold into whole lines.
     """
     x = acc * gl.expand_dims(factor, 1)
     FLOAT: gl.constexpr = r.out.dtype.element_ty
@@ -164,11 +171,20 @@ def store_half(r, ring, slot, acc, factor, item, FIRST: gl.constexpr):
         if r.ROPE_PAIRS > 0 and FIRST > 0:
             token, _, _ = item_place(r, item)
             x = rotate_back(r, x, token)
-        lines = reinterpret(ring, FLOAT, [2, BLOCK_H, HALF], OPERAND).index(slot)
+        lines = reinterpret(half, FLOAT, [3, BLOCK_H, HALF], OPERAND).index(place)
         lines.store(x.to(FLOAT))
-        store_features(r, lines.load(VECTORS), item, FIRST)
+        if r.SPLITS == 1:
+            fence_async_shared()
+            group_barrier()
+            token, head, _ = item_place(r, item)
+            block = reinterpret(half, FLOAT, [3, 1, BLOCK_H, HALF], OPERAND_BLOCK)
+            block = block.index(place)
+            tma.async_copy_shared_to_global(r.out_blocks, [token, head, FIRST], block)
+        else:
+            store_features(r, lines.load(VECTORS), item, FIRST)
     else:
-        lines = reinterpret(ring, gl.float32, [2, BLOCK_H, HALF // 2], OPERAND_WORDS).index(slot)
+        lines = reinterpret(half, gl.float32, [3, BLOCK_H, HALF // 2], OPERAND_WORDS)
+        lines = lines.index(place)
         x = gl.permute(gl.reshape(x, [BLOCK_H, 2, HALF // 2]), [0, 2, 1])
         first, second = gl.split(x)
         lines.store(first)
@@ -192,16 +208,31 @@ def left_half(r, s):
     item = gl.program_id(0)
     count = load_count(r, item)
     # gather, which brings the others, has to bring rows first.
-    bring_query(r, s, item, 0)
+    fetch_query(r, s, item, Q_PLACE)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    if r.QUANTIZED:
+        largest = half_to_fp16(s.left, Q_PLACE)
+        put_largest(s, larger(largest, half_to_fp16(s.right, Q_PLACE)))
     it = 0
     sent = 0
-    done = 0
+    step = 0
+    place = 0
+    q_place = Q_PLACE
     while item < r.n_items:
-        mbarrier.wait(s.q_ready, done & 1)
         scale = gl.full([BLOCK_H], 1.0, gl.float32, layout=ROW) * r.to_base_2
         if r.QUANTIZED:
-            scale *= s.q_scale.load(ROW)
-        started = second_half_scores(s, first_half_scores(s, it), it)
+            scale *= query_scale(r, s, item, q_place, ROW)
+        else:
+            wait_full(s.full_left, step - 1, it > 0)
+            wait_full(s.full_right, step - 1, it > 0)
+        fence_async_shared()
+        group_barrier()
+        started = first_half_scores(s, q_place, place, step, it)
+        started = second_half_scores(s, started, q_place, place, step, it)
+        # The tensor memory accelerator has read the output of the item before, if there is one.
+        tma.store_wait(0)
+        give_back(s.empty_left, step + 1, it > 0)
         tiles = item_tiles(r, item, count)
         next_item = item + gl.num_programs(0)
         count = load_count(r, next_item)
@@ -213,14 +244,16 @@ def left_half(r, s):
             sink *= LOG2_E
         m = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=ROW)
         l = gl.zeros([BLOCK_H], gl.float32, layout=ROW)  # noqa: E741
-        power = -126
+        exponent = -126 if r.QUANTIZED else 0
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
         scores = warpgroup_mma_wait(0, deps=[started])
         for tile in range(tiles):
-            slot = it & 1
+            if tile == tiles - 1:
+                give_back(s.empty_left, step + 2)
+                give_back(s.empty_right, step + 2)
             mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
-            p, rescale, grown, m, l, power = softmax(  # noqa: E741
-                r, s, scores, m, l, power, scale, it
+            p, rescale, grown, m, l, exponent = softmax(  # noqa: E741
+                r, s, scores, m, l, exponent, scale, it
             )
             s.p.store(p)
             s.factor.store(rescale)
@@ -232,37 +265,44 @@ def left_half(r, s):
             # one is under way at a branch.
             if tile < tiles - 1:
                 weights = gl.convert_layout(p, WEIGHTS)
-                weighted = warpgroup_mma(weights, s.rows_left.index(slot), acc, is_async=True)
+                weighted = warpgroup_mma(weights, s.left.index(place), acc, is_async=True)
                 hand_over(s)
-                started = first_half_scores(s, it)
-                # Give the ring slot back as soon as its last reader here is through.
+                place = other_place(q_place, place)
+                step += 1
+                started = first_half_scores(s, q_place, place, step, it)
+                # Give the other place back as soon as its last reader here is through.
                 acc = warpgroup_mma_wait(1, deps=[weighted])
-                mbarrier.arrive(s.empty_left.index(slot), count=1)
-                started = second_half_scores(s, started, it)
+                give_back(s.empty_left, step + 1)
+                started = second_half_scores(s, started, q_place, place, step, it)
                 scores = warpgroup_mma_wait(0, deps=[started])
-        slot = (it & 1) ^ 1
-        mbarrier.arrive(s.q_free, count=1)
         hand_over(s)
-        weighted = warpgroup_mma(s.p, s.rows_left.index(slot), acc, is_async=True)
+        weighted = warpgroup_mma(s.p, s.left.index(place), acc, is_async=True)
         factor, lse = normalize(r, m, l, sink)
         row = (token.to(gl.int64) * r.N_HEADS + heads) * r.SPLITS + split
         exists = heads < r.N_HEADS
         if r.SPLITS > 1:
             row *= 2
-            power = 0 if not r.QUANTIZED else power
-            factor *= ((127 - power) << 23).to(gl.float32, bitcast=True)
-            power = gl.full_like(lse, ((127 + power) << 23).to(gl.float32, bitcast=True))
-            gl.store(r.lse + row + 1, power, mask=exists)
+            factor *= power_of_two(-exponent)
+            gl.store(r.lse + row + 1, gl.full_like(lse, power_of_two(exponent)), mask=exists)
+        next_q_place = other_place(q_place, place)
+        if r.QUANTIZED:
+            # While the last product is under way; what is there if no item follows does not matter.
+            wait_full(s.full_left, step + 1, next_item < r.n_items)
+            largest = half_to_fp16(s.left, next_q_place)
         mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
         s.factor.store(factor)
         mbarrier.arrive(s.p_full, count=1)
         sent += 1
+        if r.QUANTIZED:
+            wait_full(s.full_right, step + 1, next_item < r.n_items)
+            put_largest(s, larger(largest, half_to_fp16(s.right, next_q_place)))
         gl.store(r.lse + row, lse, mask=exists)
         acc = warpgroup_mma_wait(0, deps=[weighted])
-        store_half(r, s.rows_left, slot, acc, gl.convert_layout(factor, ACC_ROW), item, 0)
-        mbarrier.arrive(s.empty_left.index(slot), count=1)
-        done += 1
+        store_half(r, s.left, place, acc, gl.convert_layout(factor, ACC_ROW), item, 0)
+        q_place, place = next_q_place, q_place
+        step += 2
         item = next_item
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -271,29 +311,33 @@ def right_half(r, s):
     ACC_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     item = gl.program_id(0)
     count = load_count(r, item)
-    it = 0
     received = 0
+    step = 0
+    place = 0
+    q_place = Q_PLACE
     while item < r.n_items:
         tiles = item_tiles(r, item, count)
         next_item = item + gl.num_programs(0)
         count = load_count(r, next_item)
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
         for tile in range(tiles):
-            slot = it & 1
             mbarrier.wait(s.p_full, received & 1)
             if any_grown(s) & (tile > 0):
                 acc *= gl.expand_dims(s.factor.load(ACC_ROW), 1)
-            weighted = warpgroup_mma(s.p, s.rows_right.index(slot), acc, is_async=True)
+            weighted = warpgroup_mma(s.p, s.right.index(place), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[weighted])
-            mbarrier.arrive(s.empty_right.index(slot), count=1, pred=tile < tiles - 1)
+            give_back(s.empty_right, step + 2, tile < tiles - 1)
             mbarrier.arrive(s.p_empty, count=1)
-            it += 1
+            place = other_place(q_place, place)
+            step += 1
             received += 1
         mbarrier.wait(s.p_full, received & 1)
         factor = s.factor.load(ACC_ROW)
         mbarrier.arrive(s.p_empty, count=1)
         received += 1
-        slot = (it & 1) ^ 1
-        store_half(r, s.rows_right, slot, acc, factor, item, HALF)
-        mbarrier.arrive(s.empty_right.index(slot), count=1)
+        store_half(r, s.right, other_place(q_place, place), acc, factor, item, HALF)
+        tma.store_wait(0)
+        give_back(s.empty_right, step + 2)
+        q_place, place = place, q_place
+        step += 1
         item = next_item

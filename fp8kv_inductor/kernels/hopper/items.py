@@ -8,6 +8,12 @@ from fp8kv_inductor.kernels.hopper.renamed import async_load
 
 
 @gluon.jit
+def zero(number):
+    """0, of which the compiler does not know that, for a tile's or an item's number."""
+    return number >> 30
+
+
+@gluon.jit
 def item_place(r, item):
     """Token, first head and split of an item."""
     HEAD_BLOCKS: gl.constexpr = (r.N_HEADS + BLOCK_H - 1) // BLOCK_H

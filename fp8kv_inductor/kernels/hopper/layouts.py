@@ -23,6 +23,7 @@ ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, ACC, 2))
 # Operands of a wgmma, as 16-bit floats and as words.
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+OPERAND_BLOCK = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 OPERAND_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))

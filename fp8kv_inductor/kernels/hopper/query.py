@@ -2,22 +2,24 @@
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from fp8kv_inductor.kernels.hopper.items import fetch, item_place
+from fp8kv_inductor.kernels.hopper.items import fetch, item_place, zero
 from fp8kv_inductor.kernels.hopper.layouts import (
     BLOCK_H,
+    EXPONENTS,
     HALF,
     OPERAND,
     OPERAND_WORDS,
     VECTORS,
     WORD_VECTORS,
 )
+from fp8kv_inductor.kernels.hopper.places import fill_by_copies, other_place, wait_empty
 from fp8kv_inductor.kernels.hopper.renamed import reinterpret
 
 LINE = gl.constexpr(64)
 """Features in a line of 128 bytes of shared memory; behind a tile of such lines lies the next."""
-LINES = gl.constexpr(2 * HALF // LINE)
+LINES = gl.constexpr(HALF // LINE)
+"""Of half a query."""
 
 
 @gluon.jit
@@ -38,47 +40,74 @@ def fits_fp16(bits):
 
 
 @gluon.jit
-def pairs_to_fp16(pairs, largest):
-    """Words of two bf16 as words of two fp16; magnitudes, as bits, no smaller than ``largest``."""
+def pairs_to_fp16(pairs):
+    """Words of two bf16 as words of two fp16."""
     return gl.inline_asm_elementwise(
         """{
             .reg .b32 t;
             .reg .f32 x, y;
-            shl.b32 t, $2, 16;
+            shl.b32 t, $1, 16;
             mov.b32 x, t;
-            and.b32 t, $2, 0xffff0000;
+            and.b32 t, $1, 0xffff0000;
             mov.b32 y, t;
             cvt.rn.f16x2.f32 $0, y, x;
-            and.b32 t, $2, 0x7fff7fff;
-            max.u16x2 $1, t, $3;
         }""",
-        "=&r,=&r,r,r",
-        [pairs, largest],
-        dtype=(gl.int32, gl.int32),
+        "=r,r",
+        [pairs],
+        dtype=gl.int32,
         is_pure=True,
         pack=1,
     )
 
 
 @gluon.jit
-def query_to_fp16(s):
-    """Convert a query tile from bf16 in place, two lines at a time; threads meet twice for each.
+def larger(first, second):
+    """Of words of two magnitudes, as bits, the larger ones."""
+    return gl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def fold(words):
+    """The larger magnitudes of neighbours: half as many columns."""
+    first, second = gl.split(gl.reshape(words, [BLOCK_H, words.shape[1] // 2, 2]))
+    return larger(first, second)
+
+
+@gluon.jit
+def words_to_fp16(words):
+    """Convert words in shared memory from bf16; gives a fourth as many, of their magnitudes."""
+    pairs = words.load(WORD_VECTORS)
+    words.store(pairs_to_fp16(pairs))
+    return fold(fold(pairs & 0x7FFF7FFF))
+
+
+@gluon.jit
+def half_to_fp16(half, place):
+    """Convert half a query tile from bf16 in place, in two parts, for want of registers.
 
     Returns:
-        its largest magnitude, as bf16 bits.
+        magnitudes, as bf16 bits: the largest of neighbours, words `[BLOCK_H, HALF / 16]`.
     """
-    words = reinterpret(s.q, gl.int32, [LINES // 2, BLOCK_H, LINE], OPERAND_WORDS)
-    largest = gl.zeros([BLOCK_H, LINE // 2], gl.int32, layout=WORD_VECTORS)
-    for lines in range(LINES // 2):
-        pairs = gl.reshape(words.index(lines).load(WORD_VECTORS), [BLOCK_H, 2, LINE // 2])
-        first, second = gl.split(gl.permute(pairs, [0, 2, 1]))
-        first = gl.convert_layout(first, WORD_VECTORS, assert_trivial=True)
-        second = gl.convert_layout(second, WORD_VECTORS, assert_trivial=True)
-        first, largest = pairs_to_fp16(first, largest)
-        second, largest = pairs_to_fp16(second, largest)
-        pairs = gl.reshape(gl.permute(gl.join(first, second), [0, 2, 1]), [BLOCK_H, LINE])
-        words.index(lines).store(gl.convert_layout(pairs, WORD_VECTORS, assert_trivial=True))
-    return gl.max(gl.max(gl.maximum(largest & 0xFFFF, largest >> 16), 1), 0)
+    parts = reinterpret(half, gl.int32, [6, BLOCK_H, HALF // 4], OPERAND_WORDS)
+    first = words_to_fp16(parts.index(2 * place))
+    return larger(first, words_to_fp16(parts.index(2 * place + 1)))
+
+
+@gluon.jit
+def put_largest(s, largest):
+    """Store the largest of the magnitudes that each warp has."""
+    largest = gl.maximum(largest & 0xFFFF, largest >> 16)
+    COLUMNS: gl.constexpr = largest.shape[1]
+    by_warp = gl.permute(gl.reshape(largest, [4, 4, 4, COLUMNS]), [1, 0, 2, 3])
+    s.largest.store(gl.max(gl.reshape(by_warp, [4, BLOCK_H // 4 * COLUMNS]), 1))
+
+
+@gluon.jit
+def power_of_two(exponent):
+    """2^exponent in fp32, for exponents in `[-126, 127]`."""
+    return ((127 + exponent) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -89,44 +118,67 @@ def load_query_lines(r, item, first):
 
 
 @gluon.jit
-def query_to_scaled_fp16(r, s, item):
+def half_to_scaled_fp16(r, half, place, item, inverse, FIRST: gl.constexpr):
+    """Features from FIRST on of an item's queries times ``inverse`` `[BLOCK_H, 1]`."""
+    target = reinterpret(half, gl.float16, [3 * LINES, BLOCK_H, LINE], OPERAND)
+    for line in range(LINES + zero(item)):
+        x = load_query_lines(r, item, FIRST + line * LINE) * inverse
+        target.index(place * LINES + line).store(x.to(gl.float16))
+
+
+@gluon.jit
+def query_to_scaled_fp16(r, s, item, place):
     """Queries over a power of two per head, which brings the largest element below 2^15.
 
     Returns:
         the powers `[BLOCK_H]`.
     """
     largest = gl.zeros([BLOCK_H], gl.float32, layout=gl.SliceLayout(1, VECTORS))
-    for line in range(LINES):
+    # Not to be unrolled: code that seldom runs would push the rest out of the cache.
+    for line in range(2 * LINES + zero(item)):
         largest = gl.maximum(largest, gl.max(gl.abs(load_query_lines(r, item, line * LINE)), 1))
     exponent = ((largest.to(gl.int32, bitcast=True) >> 23) & 255) - 127 - 14
     exponent = gl.minimum(gl.maximum(exponent, -126), 126)
-    inverse = gl.expand_dims(((127 - exponent) << 23).to(gl.float32, bitcast=True), 1)
-    target = reinterpret(s.q, gl.float16, [LINES, BLOCK_H, LINE], OPERAND)
-    for line in range(LINES):
-        x = load_query_lines(r, item, line * LINE) * inverse
-        target.index(line).store(x.to(gl.float16))
-    return ((127 + exponent) << 23).to(gl.float32, bitcast=True)
+    inverse = gl.expand_dims(power_of_two(-exponent), 1)
+    half_to_scaled_fp16(r, s.left, place, item, inverse, 0)
+    half_to_scaled_fp16(r, s.right, place, item, inverse, HALF)
+    return power_of_two(exponent)
 
 
 @gluon.jit
-def bring_query(r, s, item, done):
-    """Bring an item's queries into shared memory once those of the item before have been read.
-
-    Args:
-        done: items that the program has brought before.
-    """
+def fetch_query(r, s, item, place):
+    """Start copying an item's queries into a place."""
     pointers, live = query_pointers(r, item, 0, HALF)
-    target = reinterpret(s.q, gl.bfloat16, [2, BLOCK_H, HALF], OPERAND)
-    mbarrier.wait(s.q_free, (done & 1) ^ 1)
-    fetch(target.index(0), pointers, live)
-    fetch(target.index(1), pointers + HALF, live)
-    if r.QUANTIZED:
-        async_copy.commit_group()
-        async_copy.wait_group(0)
-        scale = gl.full([BLOCK_H], 1.0, gl.float32, layout=gl.SliceLayout(1, VECTORS))
-        if not fits_fp16(query_to_fp16(s)):
-            scale = query_to_scaled_fp16(r, s, item)
-        s.q_scale.store(scale)
-    else:
-        async_copy.mbarrier_arrive(s.q_ready)
-    mbarrier.arrive(s.q_ready, count=1)
+    left = reinterpret(s.left, gl.bfloat16, [3, BLOCK_H, HALF], OPERAND)
+    right = reinterpret(s.right, gl.bfloat16, [3, BLOCK_H, HALF], OPERAND)
+    fetch(left.index(place), pointers, live)
+    fetch(right.index(place), pointers + HALF, live)
+
+
+@gluon.jit
+def query_scale(r, s, item, place, LAYOUT: gl.constexpr):
+    """What the queries of each head have been divided by `[BLOCK_H]`; mostly 1."""
+    scale = gl.full([BLOCK_H], 1.0, gl.float32, layout=LAYOUT)
+    if not fits_fp16(gl.max(s.largest.load(EXPONENTS), 0)):
+        scale = gl.convert_layout(query_to_scaled_fp16(r, s, item, place), LAYOUT)
+    return scale
+
+
+@gluon.jit
+def step_behind(r, s, item, next_item, q_place, place, step):
+    """The step behind a tile of an item, and its places; brings queries if it is for ``next_item``.
+
+    Returns:
+        place of the queries, place of the next tile, step of the next tile.
+    """
+    place = other_place(q_place, place)
+    step += 1
+    if (next_item != item) & (next_item < r.n_items):
+        wait_empty(s.empty_left, step)
+        wait_empty(s.empty_right, step)
+        fetch_query(r, s, next_item, place)
+        fill_by_copies(s.full_left, step)
+        fill_by_copies(s.full_right, step)
+        q_place, place = place, q_place
+        step += 1
+    return q_place, place, step

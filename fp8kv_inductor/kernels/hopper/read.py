@@ -11,6 +11,7 @@ import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fp8kv_inductor.formats import RowFormat
@@ -25,20 +26,24 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     HEAD_DIM,
     N_BLOCKS,
     OPERAND,
+    OPERAND_BLOCK,
     PLAIN,
     PLAIN_2D,
     RAW,
     TILE,
     VECTOR_BYTES,
 )
+from fp8kv_inductor.kernels.hopper.places import EMPTY_BARRIERS, FULL_BARRIERS
 from fp8kv_inductor.kernels.launch import ReadArguments, device_limits
 
 GROUP_WARPS = 4
 MAX_REGISTERS = 168
 """Per thread, on average: a third of the register file for each group, in steps of eight."""
-RIGHT_REGISTERS = 160
-GATHER_REGISTERS = 112
+RIGHT_REGISTERS = 168
+GATHER_REGISTERS = 104
 """What ``right`` and ``gather`` need; ``left`` gets the rest."""
+OUT_BLOCK = [1, BLOCK_H.value, HALF.value]
+"""What is stored at a time of outputs `[T, H, D]`."""
 MOST_SHARES = 4
 """Programs that divide the heads of a part among them."""
 
@@ -71,6 +76,7 @@ def read_kernel(
     cos,
     sin,
     out,
+    out_blocks,
     lse,
     to_base_2,
     stride_q_token,
@@ -115,6 +121,7 @@ def read_kernel(
         stride_cos,
         stride_sin,
         out,
+        out_blocks,
         lse,
         to_base_2,
         n_columns,
@@ -130,31 +137,27 @@ def read_kernel(
     FLOAT: gl.constexpr = gl.float16 if QUANTIZED else gl.bfloat16
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     s = Shared(
-        gl.allocate_shared_memory(FLOAT, [2, BLOCK_H, HALF], OPERAND),
-        gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),
-        gl.allocate_shared_memory(FLOAT, [2, TILE, HALF], OPERAND),
-        gl.allocate_shared_memory(FLOAT, [2, TILE, HALF], OPERAND),
+        gl.allocate_shared_memory(gl.int32, [4], PLAIN),
+        gl.allocate_shared_memory(FLOAT, [3, TILE, HALF], OPERAND),
+        gl.allocate_shared_memory(FLOAT, [3, TILE, HALF], OPERAND),
         gl.allocate_shared_memory(gl.int32, [4, TILE], PLAIN),
         gl.allocate_shared_memory(gl.int32, [4, 4], PLAIN),
         gl.allocate_shared_memory(FLOAT, [BLOCK_H, TILE], OPERAND),
         gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),
         gl.allocate_shared_memory(gl.int32, [4], PLAIN),
-        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [FULL_BARRIERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [FULL_BARRIERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [EMPTY_BARRIERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [EMPTY_BARRIERS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
     )
-    for slot in gl.static_range(2):
-        mbarrier.init(s.full_left.index(slot), count=1)
-        mbarrier.init(s.full_right.index(slot), count=1)
-        mbarrier.init(s.empty_left.index(slot), count=1)
-        mbarrier.init(s.empty_right.index(slot), count=1)
-    mbarrier.init(s.q_ready, count=1)
-    mbarrier.init(s.q_free, count=1)
+    for i in gl.static_range(FULL_BARRIERS):
+        mbarrier.init(s.full_left.index(i), count=1)
+        mbarrier.init(s.full_right.index(i), count=1)
+    for i in gl.static_range(EMPTY_BARRIERS):
+        mbarrier.init(s.empty_left.index(i), count=1)
+        mbarrier.init(s.empty_right.index(i), count=1)
     mbarrier.init(s.p_full, count=1)
     mbarrier.init(s.p_empty, count=1)
     # Launched while the kernel before still runs: what that wrote is there from here on.
@@ -245,6 +248,9 @@ def launch(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> None:
         # Without scales, whose pointers are never followed.
         pools = [data for data, _ in (window, cmp) for _ in range(2)]
     cos, sin = (sink, sink) if angles is None else angles
+    # Parts, which are not stored by blocks, need a descriptor all the same: of anything that fits.
+    stored = out if splits == 1 else out.view(q.dtype)[:, :, 0]
+    out_blocks = TensorDescriptor.from_tensor(stored, OUT_BLOCK, OPERAND_BLOCK.value)
     with torch.cuda.device_of(q):
         read_kernel[(min(n_items, sm_count), shares)](
             q,
@@ -255,6 +261,7 @@ def launch(read: ReadArguments, splits: int, out: Tensor, lse: Tensor) -> None:
             cos,
             sin,
             out,
+            out_blocks,
             lse,
             softmax_scale * LOG2_E.value,
             q.stride(0),

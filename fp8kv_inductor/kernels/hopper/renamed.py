@@ -7,6 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 _descriptor: Any = gl.shared_memory_descriptor
 
+# Since 3.7: a group's own barrier.
+group_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 # Since 3.9; the old name of the first is still there, and raises.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
