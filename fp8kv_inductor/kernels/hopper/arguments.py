@@ -80,7 +80,7 @@ class Shared:
 
     Attributes:
         largest: by warp of left, the largest magnitude of its queries, if rows are quantized.
-        left, right: three places for halves of the queries or of a tile `[3, TILE, HALF]`.
+        left, right: places for halves of the queries or of a tile `[PLACES, TILE, HALF]`.
         rows: ring of four times the pool rows `[TILE]` of a tile, negative where dead.
         exponents: ring of four times what each warp's rows were divided by.
         p, factor: weights `[BLOCK_H, TILE]` and what to multiply accumulators with `[BLOCK_H]`.

@@ -25,7 +25,13 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     TILE,
     VECTORS,
 )
-from fp8kv_inductor.kernels.hopper.places import Q_PLACE, fill, fill_by_copies, wait_empty
+from fp8kv_inductor.kernels.hopper.places import (
+    PLACES,
+    Q_PLACE,
+    fill,
+    fill_by_copies,
+    wait_empty,
+)
 from fp8kv_inductor.kernels.hopper.query import step_behind
 from fp8kv_inductor.kernels.hopper.renamed import reinterpret
 
@@ -108,8 +114,8 @@ def gather_quantized(r, s, raw_first, raw_second, raw_scales):
     SCALE_COPY: gl.constexpr = SCALES_U8 if raw_scales.dtype == gl.uint8 else SCALES
     ROWS: gl.constexpr = gl.SliceLayout(1, SCALE_COPY)
     WORDS: gl.constexpr = HALF // 4
-    left = reinterpret(s.left, gl.int32, [3, TILE, HALF // 2], OPERAND_WORDS)
-    right = reinterpret(s.right, gl.int32, [3, TILE, HALF // 2], OPERAND_WORDS)
+    left = reinterpret(s.left, gl.int32, [PLACES, TILE, HALF // 2], OPERAND_WORDS)
+    right = reinterpret(s.right, gl.int32, [PLACES, TILE, HALF // 2], OPERAND_WORDS)
 
     item = gl.program_id(0)
     column, end, rows = first_tile(r, item, ROWS)

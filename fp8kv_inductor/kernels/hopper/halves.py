@@ -28,6 +28,7 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     WORD_VECTORS,
 )
 from fp8kv_inductor.kernels.hopper.places import (
+    PLACES,
     Q_PLACE,
     give_back,
     other_place,
@@ -171,19 +172,19 @@ def store_half(r, half, place, acc, factor, item, FIRST: gl.constexpr):
         if r.ROPE_PAIRS > 0 and FIRST > 0:
             token, _, _ = item_place(r, item)
             x = rotate_back(r, x, token)
-        lines = reinterpret(half, FLOAT, [3, BLOCK_H, HALF], OPERAND).index(place)
+        lines = reinterpret(half, FLOAT, [PLACES, BLOCK_H, HALF], OPERAND).index(place)
         lines.store(x.to(FLOAT))
         if r.SPLITS == 1:
             fence_async_shared()
             group_barrier()
             token, head, _ = item_place(r, item)
-            block = reinterpret(half, FLOAT, [3, 1, BLOCK_H, HALF], OPERAND_BLOCK)
+            block = reinterpret(half, FLOAT, [PLACES, 1, BLOCK_H, HALF], OPERAND_BLOCK)
             block = block.index(place)
             tma.async_copy_shared_to_global(r.out_blocks, [token, head, FIRST], block)
         else:
             store_features(r, lines.load(VECTORS), item, FIRST)
     else:
-        lines = reinterpret(half, gl.float32, [3, BLOCK_H, HALF // 2], OPERAND_WORDS)
+        lines = reinterpret(half, gl.float32, [PLACES, BLOCK_H, HALF // 2], OPERAND_WORDS)
         lines = lines.index(place)
         x = gl.permute(gl.reshape(x, [BLOCK_H, 2, HALF // 2]), [0, 2, 1])
         first, second = gl.split(x)
@@ -249,6 +250,7 @@ def left_half(r, s):
         scores = warpgroup_mma_wait(0, deps=[started])
         for tile in range(tiles):
             if tile == tiles - 1:
+                # The queries have been read for the last time.
                 give_back(s.empty_left, step + 2)
                 give_back(s.empty_right, step + 2)
             mbarrier.wait(s.p_empty, (sent & 1) ^ 1)

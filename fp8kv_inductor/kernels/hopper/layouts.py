@@ -73,5 +73,5 @@ N_BLOCKS = gl.constexpr(HEAD_DIM // BLOCK)
 # Scales of a tile in vectors of 16 bytes: of fp16, and of one byte each.
 SCALES = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 SCALES_U8 = gl.constexpr(gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0]))
-# One number per warp of ``gather``, all of them in every thread.
+# One number per warp of a group, all of them in every thread.
 EXPONENTS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))

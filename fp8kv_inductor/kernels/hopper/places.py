@@ -6,12 +6,15 @@ other two in turn; the next queries take that of the last tile but one, and thei
 the old queries. Places are given back in the order in which steps take them: a tile's for two steps
 later, but at the end of an item, whose last tile is step n, that of its queries for step n + 2 and
 that of the tile for n + 3.
+
+Queries and tiles fit into the same place, because a tile has as many rows as a block of heads.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+PLACES = gl.constexpr(3)
 Q_PLACE = gl.constexpr(2)
 """Where the first queries are; tiles begin with place 0."""
 FULL_BARRIERS = gl.constexpr(2)
@@ -22,7 +25,7 @@ EMPTY_BARRIERS = gl.constexpr(4)
 @gluon.jit
 def other_place(q_place, place):
     """Of the tile before and of the tile behind the one in ``place``."""
-    return 3 - q_place - place
+    return 0 + 1 + 2 - q_place - place
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     VECTORS,
     WORD_VECTORS,
 )
-from fp8kv_inductor.kernels.hopper.places import fill_by_copies, other_place, wait_empty
+from fp8kv_inductor.kernels.hopper.places import PLACES, fill_by_copies, other_place, wait_empty
 from fp8kv_inductor.kernels.hopper.renamed import reinterpret
 
 LINE = gl.constexpr(64)
@@ -90,7 +90,7 @@ def half_to_fp16(half, place):
     Returns:
         magnitudes, as bf16 bits: the largest of neighbours, words `[BLOCK_H, HALF / 16]`.
     """
-    parts = reinterpret(half, gl.int32, [6, BLOCK_H, HALF // 4], OPERAND_WORDS)
+    parts = reinterpret(half, gl.int32, [2 * PLACES, BLOCK_H, HALF // 4], OPERAND_WORDS)
     first = words_to_fp16(parts.index(2 * place))
     return larger(first, words_to_fp16(parts.index(2 * place + 1)))
 
@@ -99,6 +99,7 @@ def half_to_fp16(half, place):
 def put_largest(s, largest):
     """Store the largest of the magnitudes that each warp has."""
     largest = gl.maximum(largest & 0xFFFF, largest >> 16)
+    # Row 16 i + 4 w + j is with warp w.
     COLUMNS: gl.constexpr = largest.shape[1]
     by_warp = gl.permute(gl.reshape(largest, [4, 4, 4, COLUMNS]), [1, 0, 2, 3])
     s.largest.store(gl.max(gl.reshape(by_warp, [4, BLOCK_H // 4 * COLUMNS]), 1))
@@ -120,7 +121,7 @@ def load_query_lines(r, item, first):
 @gluon.jit
 def half_to_scaled_fp16(r, half, place, item, inverse, FIRST: gl.constexpr):
     """Features from FIRST on of an item's queries times ``inverse`` `[BLOCK_H, 1]`."""
-    target = reinterpret(half, gl.float16, [3 * LINES, BLOCK_H, LINE], OPERAND)
+    target = reinterpret(half, gl.float16, [PLACES * LINES, BLOCK_H, LINE], OPERAND)
     for line in range(LINES + zero(item)):
         x = load_query_lines(r, item, FIRST + line * LINE) * inverse
         target.index(place * LINES + line).store(x.to(gl.float16))
@@ -149,8 +150,8 @@ def query_to_scaled_fp16(r, s, item, place):
 def fetch_query(r, s, item, place):
     """Start copying an item's queries into a place."""
     pointers, live = query_pointers(r, item, 0, HALF)
-    left = reinterpret(s.left, gl.bfloat16, [3, BLOCK_H, HALF], OPERAND)
-    right = reinterpret(s.right, gl.bfloat16, [3, BLOCK_H, HALF], OPERAND)
+    left = reinterpret(s.left, gl.bfloat16, [PLACES, BLOCK_H, HALF], OPERAND)
+    right = reinterpret(s.right, gl.bfloat16, [PLACES, BLOCK_H, HALF], OPERAND)
     fetch(left.index(place), pointers, live)
     fetch(right.index(place), pointers + HALF, live)
 

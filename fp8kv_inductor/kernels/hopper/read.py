@@ -33,7 +33,7 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     TILE,
     VECTOR_BYTES,
 )
-from fp8kv_inductor.kernels.hopper.places import EMPTY_BARRIERS, FULL_BARRIERS
+from fp8kv_inductor.kernels.hopper.places import EMPTY_BARRIERS, FULL_BARRIERS, PLACES
 from fp8kv_inductor.kernels.launch import ReadArguments, device_limits
 
 GROUP_WARPS = 4
@@ -138,8 +138,8 @@ def read_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     s = Shared(
         gl.allocate_shared_memory(gl.int32, [4], PLAIN),
-        gl.allocate_shared_memory(FLOAT, [3, TILE, HALF], OPERAND),
-        gl.allocate_shared_memory(FLOAT, [3, TILE, HALF], OPERAND),
+        gl.allocate_shared_memory(FLOAT, [PLACES, TILE, HALF], OPERAND),
+        gl.allocate_shared_memory(FLOAT, [PLACES, TILE, HALF], OPERAND),
         gl.allocate_shared_memory(gl.int32, [4, TILE], PLAIN),
         gl.allocate_shared_memory(gl.int32, [4, 4], PLAIN),
         gl.allocate_shared_memory(FLOAT, [BLOCK_H, TILE], OPERAND),
