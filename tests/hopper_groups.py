@@ -19,9 +19,6 @@ from triton.runtime.jit import JITFunction
 from fp8kv_inductor.kernels.hopper import gather, halves, items, places, query
 from fp8kv_inductor.kernels.hopper.layouts import BLOCK_H, HALF, TILE
 
-LINES = 12
-"""Lines of 128 bytes in the three places of ``left`` or ``right``."""
-
 
 class Race(AssertionError):
     """Shared memory was not what somebody took it for, or nobody can go on."""
@@ -111,7 +108,7 @@ class View:
     def slice(self, first: int, size: int, dim: int = 0) -> "View":
         if dim or len(self.cells) == 1:
             return self
-        # Cells of a line are its first 32 rows and its last.
+        # The cells of a line are its first 32 rows and its last.
         return View(self.run, self.cells[first // 32 :: 2], 1)
 
     def permute(self, _: Any) -> "View":
@@ -157,9 +154,6 @@ class View:
 class Barrier:
     def __init__(self) -> None:
         self.pending, self.phase = 1, 0
-
-    def index(self, i: int) -> "Barrier":
-        raise Race("a single barrier has no parts")
 
     def arrive(self, count: int = 1) -> None:
         self.pending -= count
@@ -268,12 +262,14 @@ class Run:
         self.group = self.groups[0]
 
     def memory(self, parts: int, cells: int = 1) -> View:
+        """Shared memory of parts of so many cells."""
         return View(self, [Cell() for _ in range(parts * cells)], parts)
 
     def _shared(self) -> SimpleNamespace:
+        cells = 2 * query.LINES.value
         shared = SimpleNamespace(
-            left=self.memory(3, 2 * LINES // 3),
-            right=self.memory(3, 2 * LINES // 3),
+            left=self.memory(places.PLACES.value, cells),
+            right=self.memory(places.PLACES.value, cells),
             **{name: self.memory(1) for name in ("largest", "p", "factor", "grown")},
             **{name: self.memory(4) for name in ("rows", "exponents")},
             **{name: Barrier() for name in ("p_full", "p_empty")},
