@@ -324,9 +324,8 @@ class Run:
                 wait_group=self.wait_group,
                 mbarrier_arrive=self.arrive_behind_copies,
             ),
-            "tma": SimpleNamespace(
-                async_copy_shared_to_global=self.store_block, store_wait=self.wait_stores
-            ),
+            "tma": SimpleNamespace(store_wait=self.wait_stores),
+            "async_store": self.store_block,
             "warpgroup_mma": self.product,
             "warpgroup_mma_wait": self.wait_products,
             "async_load": lambda target, pointers, mask: self.copy(target, pointers),

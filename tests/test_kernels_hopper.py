@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from compile_kernel import TRITON, compile_kernel, cuobjdump
+from compile_kernel import compile_kernel, cuobjdump
 from interpreter import relocated
 from read_cases import NAMES, N, assert_close_to_exact, live_columns, make_case, read
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -22,10 +22,6 @@ SHARED_BYTES = 227 << 10
 H, D = V4_FLASH.n_heads, V4_FLASH.head_dim
 PAIRS = V4_FLASH.rope_head_dim // 2
 WINDOW = V4_FLASH.window_size
-
-no_spills = pytest.mark.skipif(
-    TRITON >= (3, 9), reason="triton 3.9 spills three registers: right, but slower"
-)
 
 
 @functools.cache
@@ -107,7 +103,6 @@ def spills(body: list[str]) -> int:
     return sum(text.startswith(("STL", "LDL")) for text in body)
 
 
-@no_spills
 @pytest.mark.parametrize("splits", [1, 10])
 @pytest.mark.parametrize("name", ["fp8_e4m3", "bf16"])
 def test_the_loop_of_scores_spills_nothing(name, splits):
@@ -116,11 +111,10 @@ def test_the_loop_of_scores_spills_nothing(name, splits):
     assert spills(min(loops(name, splits, "HGMMA", products), key=len)) == 0
 
 
-@no_spills
 def test_the_loop_of_rows_spills_little():
-    """The queries that it brings once an item take what they need from the stack."""
+    """One or two registers, a little more from one triton to the next."""
     conversions = D * 64 // 2 // 128
-    assert spills(min(loops("fp8_e4m3", 1, "E4M3", conversions), key=len)) <= 32
+    assert spills(min(loops("fp8_e4m3", 1, "E4M3", conversions), key=len)) <= 4
 
 
 def test_what_it_takes():

@@ -51,7 +51,7 @@ def one_group_of_copies_too_few(run):
 
 
 def stores_not_waited_for(run):
-    return {"tma": SimpleNamespace(**vars(run.source["tma"]) | {"store_wait": lambda _: None})}
+    return {"tma": SimpleNamespace(store_wait=lambda _: None)}
 
 
 def products_not_waited_for(run):

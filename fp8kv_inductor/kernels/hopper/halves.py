@@ -42,7 +42,7 @@ from fp8kv_inductor.kernels.hopper.query import (
     put_largest,
     query_scale,
 )
-from fp8kv_inductor.kernels.hopper.renamed import group_barrier, reinterpret
+from fp8kv_inductor.kernels.hopper.renamed import async_store, group_barrier, reinterpret
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -180,7 +180,7 @@ def store_half(r, half, place, acc, factor, item, FIRST: gl.constexpr):
             token, head, _ = item_place(r, item)
             block = reinterpret(half, FLOAT, [PLACES, 1, BLOCK_H, HALF], OPERAND_BLOCK)
             block = block.index(place)
-            tma.async_copy_shared_to_global(r.out_blocks, [token, head, FIRST], block)
+            async_store(r.out_blocks, [token, head, FIRST], block)
         else:
             store_features(r, lines.load(VECTORS), item, FIRST)
     else:
