@@ -56,6 +56,7 @@ LOWERING_NAMES = {
         "torch._inductor.sizevars:SizeVarAllocator.evaluate_expr",
         "torch._inductor.sizevars:SizeVarAllocator.guard_int",
         "torch._inductor.sizevars:SizeVarAllocator.optimization_hint",
+        f"{TRITON}:triton_type",
     ),
 }
 LOWERING_NAMES["indexer"] = LOWERING_NAMES["attention"]
