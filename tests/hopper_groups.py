@@ -10,7 +10,7 @@ what has not arrived, or waits for ever, fails.
 import operator
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -204,7 +204,6 @@ class Group(threading.Thread):
         self.open: list[Copy] = []
         self.products: list[list[Callable[[], None]]] = []
         self.stores: list[Callable[[], None]] = []
-        self.scores = self.weighted = 0
 
     def run(self) -> None:
         self.turn.acquire()
@@ -335,6 +334,7 @@ class Run:
             "fence_async_shared": lambda: None,
             "group_barrier": lambda: None,
             "power_of_two": union,
+            "any_grown": self.check_grown(source["any_grown"]),
             # Addresses become names.
             "load_count": lambda r, item: Number(
                 self.counts[item // r.SPLITS] if item < r.n_items else 0
@@ -344,6 +344,17 @@ class Run:
             "store_features": lambda r, x, item, FIRST: self.output(item, FIRST, x),
         }
         return source
+
+    def check_grown(self, any_grown: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """``any_grown``, which right has to ask about the tile whose weights it takes."""
+
+        def checked(s: SimpleNamespace) -> Tensor:
+            grown = any_grown(s)
+            if self.group.name == "right_half" and grown.names != s.p.contents().names:
+                raise Race(f"right takes {grown.names} for {s.p.contents().names}")
+            return grown
+
+        return checked
 
     def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
         """Let others go on, until it is this group's turn and it is ready."""
@@ -390,28 +401,25 @@ class Run:
     def product(
         self, a: Any, b: View, acc: Tensor, use_acc: bool = True, is_async: bool = True
     ) -> Tensor:
-        """Check operands of a product, and start it."""
+        """Start a product; its result has a name of its own if operands do not belong together.
+
+        Not an error by itself: results may be dropped.
+        """
         self.pause()
         group = self.group
         operands = [x for x in (a, b) if isinstance(x, View)]
         group.products.append([view.read_until_released() for view in operands])
         left_operand = a.contents() if isinstance(a, View) else a
-        expected = list(self.tiles_of_program())
-        if b.permuted:
-            index = group.scores // 2
-            group.scores += 1
-        else:
-            index = group.weighted
-            group.weighted += 1
-        item, columns = expected[index]
-        if b.contents().names != {("tile", item, columns[-1])}:
-            raise Race(f"{group.name}: rows {b.contents().names} instead of {item, columns[-1]}")
-        seen = {("queries", item)}
-        if not b.permuted:
-            seen |= {("tile", item, column) for column in columns}
-        if not (left_operand.names <= seen and left_operand.names & {("queries", item)}):
-            raise Race(f"{group.name}: {left_operand.names} times tile {item, columns[-1]}")
-        return union(left_operand, b.contents(), *([acc] if use_acc else []))
+        rows = b.contents().names
+        result = union(left_operand, b.contents(), *([acc] if use_acc else []))
+        if [kind for kind, *_ in rows] == ["tile"]:
+            ((_, item, column),) = rows
+            seen = {("queries", item)}
+            if not b.permuted:
+                seen |= {("tile", item, c) for c in self.columns_of(item) if c <= column}
+            if left_operand.names == seen:
+                return result
+        return union(result, Tensor((group.name, left_operand.names, rows)))
 
     def wait_products(self, pending: int, deps: list[Tensor]) -> Tensor:
         self.pause()
@@ -443,13 +451,6 @@ class Run:
             self.arguments, Number(item), self.source["load_count"](self.arguments, item)
         )
         return list(range(first, max(end, first + 1), TILE.value))
-
-    def tiles_of_program(self) -> Iterator[tuple[int, list[int]]]:
-        """Items and the columns of their tiles up to each tile."""
-        for item in range(self.program, self.arguments.n_items, self.programs):
-            columns = self.columns_of(item)
-            for i in range(len(columns)):
-                yield item, columns[: i + 1]
 
     def finish(self) -> None:
         """Run to the end; check the outputs."""
