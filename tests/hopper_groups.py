@@ -10,7 +10,7 @@ what has not arrived, or waits for ever, fails.
 import operator
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -204,6 +204,7 @@ class Group(threading.Thread):
         self.open: list[Copy] = []
         self.products: list[list[Callable[[], None]]] = []
         self.stores: list[Callable[[], None]] = []
+        self.scores = self.weighted = 0
 
     def run(self) -> None:
         self.turn.acquire()
@@ -401,25 +402,28 @@ class Run:
     def product(
         self, a: Any, b: View, acc: Tensor, use_acc: bool = True, is_async: bool = True
     ) -> Tensor:
-        """Start a product; its result has a name of its own if operands do not belong together.
-
-        Not an error by itself: results may be dropped.
-        """
+        """Check operands of a product, and start it."""
         self.pause()
         group = self.group
         operands = [x for x in (a, b) if isinstance(x, View)]
         group.products.append([view.read_until_released() for view in operands])
         left_operand = a.contents() if isinstance(a, View) else a
-        rows = b.contents().names
-        result = union(left_operand, b.contents(), *([acc] if use_acc else []))
-        if [kind for kind, *_ in rows] == ["tile"]:
-            ((_, item, column),) = rows
-            seen = {("queries", item)}
-            if not b.permuted:
-                seen |= {("tile", item, c) for c in self.columns_of(item) if c <= column}
-            if left_operand.names == seen:
-                return result
-        return union(result, Tensor((group.name, left_operand.names, rows)))
+        expected = list(self.tiles_of_program())
+        if b.permuted:
+            index = group.scores // 2
+            group.scores += 1
+        else:
+            index = group.weighted
+            group.weighted += 1
+        item, columns = expected[index]
+        if b.contents().names != {("tile", item, columns[-1])}:
+            raise Race(f"{group.name}: rows {b.contents().names} instead of {item, columns[-1]}")
+        seen = {("queries", item)}
+        if not b.permuted:
+            seen |= {("tile", item, column) for column in columns}
+        if not (left_operand.names <= seen and left_operand.names & {("queries", item)}):
+            raise Race(f"{group.name}: {left_operand.names} times tile {item, columns[-1]}")
+        return union(left_operand, b.contents(), *([acc] if use_acc else []))
 
     def wait_products(self, pending: int, deps: list[Tensor]) -> Tensor:
         self.pause()
@@ -451,6 +455,13 @@ class Run:
             self.arguments, Number(item), self.source["load_count"](self.arguments, item)
         )
         return list(range(first, max(end, first + 1), TILE.value))
+
+    def tiles_of_program(self) -> Iterator[tuple[int, list[int]]]:
+        """Items and the columns of their tiles up to each tile."""
+        for item in range(self.program, self.arguments.n_items, self.programs):
+            columns = self.columns_of(item)
+            for i in range(len(columns)):
+                yield item, columns[: i + 1]
 
     def finish(self) -> None:
         """Run to the end; check the outputs."""

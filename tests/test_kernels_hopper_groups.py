@@ -7,7 +7,7 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from hopper_groups import Race, Run
+from hopper_groups import Race, Run, Tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,6 +62,16 @@ def queries_in_the_place_of_the_last_tile(run):
     return {"other_place": lambda q_place, place: place}
 
 
+def what_has_grown_overwritten(run):
+    hand_over = run.source["hand_over"]
+
+    def overwrite(s):
+        s.grown.store(Tensor())
+        hand_over(s)
+
+    return {"hand_over": overwrite}
+
+
 def rows_of_another_tile(run):
     return {"zero": lambda number: number & 1}
 
@@ -74,6 +84,7 @@ FAULTS = [
     stores_not_waited_for,
     products_not_waited_for,
     queries_in_the_place_of_the_last_tile,
+    what_has_grown_overwritten,
     rows_of_another_tile,
 ]
 
