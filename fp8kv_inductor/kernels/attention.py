@@ -710,5 +710,7 @@ def sparse_attention(
             SPLITS=splits,
             BLOCK_S=block_s,
             BLOCK_D=combine_d,
+            # Half as many threads for half as many bytes: each has its features of every part.
+            num_warps=parts[0].element_size(),
         )
     return (out if angles is None else rope(out, *angles, True)), lse
