@@ -253,10 +253,10 @@ class Run:
         self.arguments = self._arguments(quantized, splits, len(counts) * splits)
         shared = self._shared()
         raw = [self.memory(1), self.memory(1), self.memory(2)] if quantized else []
-        gathering = "gather_quantized" if quantized else "gather_plain"
+        kind = "quantized" if quantized else "plain"
         self.groups = [
             Group(self, name, self.arguments, shared, *extra)
-            for name, extra in (("left_half", []), ("right_half", []), (gathering, raw))
+            for name, extra in ((f"left_{kind}", []), ("right_half", []), (f"gather_{kind}", raw))
         ]
         self.copy_weight = self.random.choice((1, 10))
         self.group = self.groups[0]
@@ -270,15 +270,15 @@ class Run:
         shared = SimpleNamespace(
             left=self.memory(places.PLACES.value, cells),
             right=self.memory(places.PLACES.value, cells),
-            **{name: self.memory(1) for name in ("largest", "p", "factor", "grown")},
+            **{name: self.memory(1) for name in ("largest_left", "largest_right", "p", "factor")},
+            grown=self.memory(2),
             **{name: self.memory(4) for name in ("rows", "exponents")},
-            **{name: Barrier() for name in ("p_full", "p_empty")},
+            **{name: Barrier() for name in ("p_full", "p_empty", "q_right")},
         )
         for side in ("left", "right"):
-            full = Barriers(Barrier() for _ in range(places.FULL_BARRIERS.value))
-            empty = Barriers(Barrier() for _ in range(places.EMPTY_BARRIERS.value))
-            setattr(shared, f"full_{side}", full)
-            setattr(shared, f"empty_{side}", empty)
+            for state in ("full", "empty"):
+                barriers = Barriers(Barrier() for _ in range(places.BARRIERS.value))
+                setattr(shared, f"{state}_{side}", barriers)
         return shared
 
     @staticmethod
@@ -349,8 +349,8 @@ class Run:
     def check_grown(self, any_grown: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """``any_grown``, which right has to ask about the tile whose weights it takes."""
 
-        def checked(s: SimpleNamespace) -> Tensor:
-            grown = any_grown(s)
+        def checked(s: SimpleNamespace, sent: int) -> Tensor:
+            grown = any_grown(s, sent)
             if self.group.name == "right_half" and grown.names != s.p.contents().names:
                 raise Race(f"right takes {grown.names} for {s.p.contents().names}")
             return grown
@@ -402,27 +402,31 @@ class Run:
     def product(
         self, a: Any, b: View, acc: Tensor, use_acc: bool = True, is_async: bool = True
     ) -> Tensor:
-        """Check operands of a product, and start it."""
+        """Check operands of a product, and start it.
+
+        One with rows that adds to nothing may be of any weights and rows, if it is dropped: a name
+        marks where its result goes.
+        """
         self.pause()
         group = self.group
         operands = [x for x in (a, b) if isinstance(x, View)]
         group.products.append([view.read_until_released() for view in operands])
         left_operand = a.contents() if isinstance(a, View) else a
         expected = list(self.tiles_of_program())
-        if b.permuted:
-            index = group.scores // 2
-            group.scores += 1
-        else:
-            index = group.weighted
-            group.weighted += 1
-        item, columns = expected[index]
-        if b.contents().names != {("tile", item, columns[-1])}:
-            raise Race(f"{group.name}: rows {b.contents().names} instead of {item, columns[-1]}")
+        item, columns = expected[group.scores // 2 if b.permuted else group.weighted]
+        rows = b.contents().names
         seen = {("queries", item)}
         if not b.permuted:
             seen |= {("tile", item, column) for column in columns}
-        if not (left_operand.names <= seen and left_operand.names & {("queries", item)}):
-            raise Race(f"{group.name}: {left_operand.names} times tile {item, columns[-1]}")
+        belong = left_operand.names <= seen and left_operand.names & {("queries", item)}
+        if not belong or rows != {("tile", item, columns[-1])}:
+            if use_acc or b.permuted:
+                raise Race(f"{group.name}: {left_operand.names} times {rows} for {item, columns}")
+            return Tensor(("to be dropped", group.name, item))
+        if b.permuted:
+            group.scores += 1
+        else:
+            group.weighted += 1
         return union(left_operand, b.contents(), *([acc] if use_acc else []))
 
     def wait_products(self, pending: int, deps: list[Tensor]) -> Tensor:

@@ -58,6 +58,13 @@ def products_not_waited_for(run):
     return {"warpgroup_mma_wait": lambda pending, deps: deps[0]}
 
 
+def one_place_for_what_has_grown(run):
+    _, shared = run.groups[0].args
+    first = shared.grown.index(0)
+    shared.grown = SimpleNamespace(index=lambda _: first)
+    return {}
+
+
 def queries_in_the_place_of_the_last_tile(run):
     return {"other_place": lambda q_place, place: place}
 
@@ -66,7 +73,8 @@ def what_has_grown_overwritten(run):
     hand_over = run.source["hand_over"]
 
     def overwrite(s):
-        s.grown.store(Tensor())
+        for i in range(2):
+            s.grown.index(i).store(Tensor())
         hand_over(s)
 
     return {"hand_over": overwrite}
@@ -91,8 +99,13 @@ FAULTS = [
 
 @pytest.mark.parametrize(
     "fault, quantized",
-    # With quantized rows left waits for the next queries in between, and two barriers would do.
-    [*product(FAULTS, [True, False]), (two_barriers_for_three_places, False)],
+    [
+        *product(FAULTS, [True, False]),
+        # With plain rows left waits for right in front of the softmax, and one place would do.
+        (one_place_for_what_has_grown, True),
+        # With quantized rows left waits for the next queries in between, and two barriers would do.
+        (two_barriers_for_three_places, False),
+    ],
 )
 def test_faults_are_seen(fault, quantized):
     with pytest.raises(Race):

@@ -79,17 +79,20 @@ class Shared:
     """What the groups exchange; left and right are halves of the features.
 
     Attributes:
-        largest: by warp of left, the largest magnitude of its queries, if rows are quantized.
+        largest_left, largest_right: by warp, the largest magnitude of its queries, if rows are
+            quantized.
         left, right: places for halves of the queries or of a tile `[PLACES, TILE, HALF]`.
         rows: ring of four times the pool rows `[TILE]` of a tile, negative where dead.
         exponents: ring of four times what each warp's rows were divided by.
         p, factor: weights `[BLOCK_H, TILE]` and what to multiply accumulators with `[BLOCK_H]`.
-        grown: by warp, whether some of those factors are not 1.
+        grown: ring of two times, by warp, whether some of those factors are not 1.
+        q_right: barrier of the right half of queries in fp16.
         p_full, p_empty: barriers of p with its factor.
         full_left, full_right, empty_left, empty_right: barriers of the places.
     """
 
-    largest: gl.shared_memory_descriptor
+    largest_left: gl.shared_memory_descriptor
+    largest_right: gl.shared_memory_descriptor
     left: gl.shared_memory_descriptor
     right: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor
@@ -101,5 +104,6 @@ class Shared:
     full_right: gl.shared_memory_descriptor
     empty_left: gl.shared_memory_descriptor
     empty_right: gl.shared_memory_descriptor
+    q_right: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
     p_empty: gl.shared_memory_descriptor

@@ -35,9 +35,8 @@ from fp8kv_inductor.kernels.hopper.places import (
     wait_full,
 )
 from fp8kv_inductor.kernels.hopper.query import (
-    fetch_query,
+    fetch_query_half,
     half_to_fp16,
-    larger,
     power_of_two,
     put_largest,
     query_scale,
@@ -52,67 +51,54 @@ MINUS_INF = gl.constexpr(-float("inf"))
 
 
 @gluon.jit
-def first_half_scores(s, q_place, place, step, it):
-    """Start scores over the left features, once they are there.
+def start_scores(half, full, scores, q_place, place, step, it, ADD: gl.constexpr):
+    """Start scores over half of the features, once it is there.
 
     The proxy fence sits behind the wait, not in ``gather``: it compiles to a barrier that waits for
     all outstanding loads of the thread. The queries' place is not to be the same for every tile:
     the compiler would keep the descriptors of all their parts in registers, and spill others.
+
+    Args:
+        half, full: left or right, and its barriers.
+        scores: what they are added to, if ADD.
     """
-    scores = gl.zeros([BLOCK_H, TILE], gl.float32, layout=SCORES)
-    wait_full(s.full_left, step)
+    wait_full(full, step)
     fence_async_shared()
-    q, rows = s.left.index(q_place + zero(it)), s.left.index(place).permute([1, 0])
-    return warpgroup_mma(q, rows, scores, use_acc=False, is_async=True)
+    q, rows = half.index(q_place + zero(it)), half.index(place).permute([1, 0])
+    return warpgroup_mma(q, rows, scores, use_acc=ADD, is_async=True)
 
 
 @gluon.jit
-def second_half_scores(s, scores, q_place, place, step, it):
-    """Add the scores over the right features."""
-    wait_full(s.full_right, step)
-    fence_async_shared()
-    q, rows = s.right.index(q_place + zero(it)), s.right.index(place).permute([1, 0])
-    return warpgroup_mma(q, rows, scores, is_async=True)
-
-
-@gluon.jit
-def any_grown(s):
+def any_grown(s, sent):
     """Whether any head's shift has grown in this tile, so that accumulators have to follow."""
-    return gl.max(s.grown.load(EXPONENTS), 0) > 0
+    return gl.max(s.grown.index(sent & 1).load(EXPONENTS), 0) > 0
 
 
 @gluon.jit
-def softmax(r, s, scores, m, l, part_exponent, scale, it):  # noqa: E741
+def softmax(s, scores, m, l, exponent, scale, sent):  # noqa: E741
     """Weights of a tile, in base 2, and the running shift and sum.
 
     The shift follows the maximum only where that exceeds it by more than ``SLACK``, so that
     accumulators seldom have to be rescaled.
 
+    Args:
+        exponent: rows were divided by 2^exponent.
+        scale: what makes scores of the rows as they were, in base 2, out of these.
+
     Returns:
-        p `[BLOCK_H, TILE]` times 2^exponent of the tile; what to multiply accumulators with if any
-        shift has grown; whether one has; m; l; the larger of ``part_exponent``, if there are parts,
-        and by how much the tile's largest scale exceeds ``SAFE_SCALE_EXPONENT``.
+        p `[BLOCK_H, TILE]` times 2^exponent; what to multiply accumulators with if any shift has
+        grown; whether one has; m; l.
     """
-    rows = s.rows.index(it & 3).load(gl.SliceLayout(0, SCORES))
-    scores = gl.where(gl.expand_dims(rows >= 0, 0), scores, MINUS_INF)
-    exponent = 0.0
-    if r.QUANTIZED:
-        exponent = tile_exponent(s.exponents.index(it & 3))
-        if r.SPLITS > 1:
-            part_exponent = gl.maximum(part_exponent, exponent)
-        exponent = gl.maximum(exponent, 0).to(gl.float32)
-        scale *= gl.exp2(exponent)
     largest = gl.max(scores, 1) * scale
     grown = largest > m + SLACK
-    s.grown.store(gl.max(gl.reshape(grown.to(gl.int32), [4, BLOCK_H // 4]), 1))
+    s.grown.index(sent & 1).store(gl.max(gl.reshape(grown.to(gl.int32), [4, BLOCK_H // 4]), 1))
     new_m = gl.where(grown, largest, m)
-    grown = any_grown(s)
     # While nothing was live, -inf - -inf must not become NaN.
     shift = gl.where(new_m == MINUS_INF, 0.0, new_m)
     p = gl.exp2(scores * gl.expand_dims(scale, 1) - gl.expand_dims(shift - exponent, 1))
     rescale = gl.exp2(m - shift)
     l = l * rescale + gl.sum(p, 1) * gl.exp2(-exponent)  # noqa: E741
-    return p.to(s.p.dtype), rescale, grown, new_m, l, part_exponent
+    return p.to(s.p.dtype), rescale, any_grown(s, sent), new_m, l
 
 
 @gluon.jit
@@ -202,19 +188,158 @@ def hand_over(s):
 
 
 @gluon.jit
-def left_half(r, s):
-    """Scores, softmax, and the left half of the output."""
+def give_left_back(s, step, condition):
+    """Give a left place back, once the output of the item before, if there is one, has left it."""
+    tma.store_wait(0)
+    give_back(s.empty_left, step, condition)
+
+
+@gluon.jit
+def masked(scores, rows):
+    """Scores, -inf where a row is dead."""
+    return gl.where(gl.expand_dims(rows >= 0, 0), scores, MINUS_INF)
+
+
+@gluon.jit
+def load_sink(r, item, LAYOUT: gl.constexpr):
+    """Sinks of an item's heads in base 2; -inf for a part, which is combined with it later."""
+    sink = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=LAYOUT)
+    if r.SPLITS == 1:
+        _, head, _ = item_place(r, item)
+        heads = head + gl.arange(0, BLOCK_H, layout=LAYOUT)
+        sink = gl.load(r.sink + heads * r.stride_sink, mask=heads < r.N_HEADS, other=0.0)
+        sink *= LOG2_E
+    return sink
+
+
+@gluon.jit
+def send_factor(r, s, item, m, l, sink, part_exponent, sent):  # noqa: E741
+    """What the output is multiplied with: to right and, `[BLOCK_H]`, to the caller. Writes lse."""
+    LAYOUT: gl.constexpr = m.type.layout
+    factor, lse = normalize(r, m, l, sink)
+    token, head, split = item_place(r, item)
+    heads = head + gl.arange(0, BLOCK_H, layout=LAYOUT)
+    row = (token.to(gl.int64) * r.N_HEADS + heads) * r.SPLITS + split
+    exists = heads < r.N_HEADS
+    if r.SPLITS > 1:
+        row *= 2
+        factor *= power_of_two(-part_exponent)
+        gl.store(r.lse + row + 1, gl.full_like(lse, power_of_two(part_exponent)), mask=exists)
+    mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
+    s.factor.store(factor)
+    mbarrier.arrive(s.p_full, count=1)
+    gl.store(r.lse + row, lse, mask=exists)
+    return factor
+
+
+@gluon.jit
+def fetch_first_query(r, s, item):
+    """Bring the first queries; gather, which brings the others, has to bring rows first."""
+    fetch_query_half(r, s.left, item, Q_PLACE, 0)
+    fetch_query_half(r, s.right, item, Q_PLACE, HALF)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def left_quantized(r, s):
+    """Scores, softmax, and the left half of the output, of quantized rows.
+
+    The product of a tile is under way during the softmax of the next one: its place is needed only
+    when gather, which takes its time, has filled the other.
+    """
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     ACC_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     item = gl.program_id(0)
     count = load_count(r, item)
-    # gather, which brings the others, has to bring rows first.
-    fetch_query(r, s, item, Q_PLACE)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    if r.QUANTIZED:
-        largest = half_to_fp16(s.left, Q_PLACE)
-        put_largest(s, larger(largest, half_to_fp16(s.right, Q_PLACE)))
+    fetch_first_query(r, s, item)
+    # The right half of the first queries is left's, too.
+    put_largest(s.largest_left, half_to_fp16(s.left, Q_PLACE, item))
+    put_largest(s.largest_right, half_to_fp16(s.right, Q_PLACE, item))
+    done = 0
+    it = 0
+    sent = 0
+    step = 0
+    place = 0
+    last_place = 0
+    q_place = Q_PLACE
+    acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
+    while item < r.n_items:
+        mbarrier.wait(s.q_right, (done & 1) ^ 1, pred=done > 0)
+        scale = r.to_base_2 * query_scale(r, s, item, q_place, ROW)
+        fence_async_shared()
+        group_barrier()
+        tiles = item_tiles(r, item, count)
+        next_item = item + gl.num_programs(0)
+        count = load_count(r, next_item)
+        sink = load_sink(r, item, ROW)
+        m = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=ROW)
+        l = gl.zeros([BLOCK_H], gl.float32, layout=ROW)  # noqa: E741
+        part_exponent = -126
+        for tile in range(tiles):
+            started = gl.zeros([BLOCK_H, TILE], gl.float32, layout=SCORES)
+            started = start_scores(s.right, s.full_right, started, q_place, place, step, it, False)
+            started = start_scores(s.left, s.full_left, started, q_place, place, step, it, True)
+            # Of the tile before. The first of an item has none: what is multiplied is there, and
+            # the result is dropped.
+            weighted = warpgroup_mma(
+                s.p, s.left.index(last_place), acc, use_acc=tile > 1, is_async=True
+            )
+            rows = s.rows.index(it & 3).load(gl.SliceLayout(0, SCORES))
+            exponent = tile_exponent(s.exponents.index(it & 3))
+            if r.SPLITS > 1:
+                part_exponent = gl.maximum(part_exponent, exponent)
+            exponent = gl.maximum(exponent, 0).to(gl.float32)
+            scores = warpgroup_mma_wait(1, deps=[started])
+            if tile == tiles - 1:
+                # The queries have been read for the last time.
+                give_back(s.empty_left, step + 2)
+                give_back(s.empty_right, step + 2)
+            p, rescale, grown, m, l = softmax(  # noqa: E741
+                s, masked(scores, rows), m, l, exponent, scale * gl.exp2(exponent), sent
+            )
+            acc = warpgroup_mma_wait(0, deps=[weighted])
+            give_left_back(s, step + 1, it > 0)
+            if grown & (tile > 0):
+                acc *= gl.expand_dims(gl.convert_layout(rescale, ACC_ROW), 1)
+            mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
+            s.p.store(p)
+            s.factor.store(rescale)
+            hand_over(s)
+            sent += 1
+            it += 1
+            last_place = place
+            place = other_place(q_place, place)
+            step += 1
+        weighted = warpgroup_mma(
+            s.p, s.left.index(last_place), acc, use_acc=tiles > 1, is_async=True
+        )
+        factor = send_factor(r, s, item, m, l, sink, part_exponent, sent)
+        sent += 1
+        acc = warpgroup_mma_wait(0, deps=[weighted])
+        store_half(r, s.left, last_place, acc, gl.convert_layout(factor, ACC_ROW), item, 0)
+        if next_item < r.n_items:
+            wait_full(s.full_left, step)
+            put_largest(s.largest_left, half_to_fp16(s.left, place, item))
+        q_place, place = place, q_place
+        step += 1
+        done += 1
+        item = next_item
+    tma.store_wait(0)
+
+
+@gluon.jit
+def left_plain(r, s):
+    """Scores, softmax, and the left half of the output, of rows as they are stored.
+
+    The product of a tile comes in front of the next scores, so that the place is free early: the
+    copy of the rows that follow takes longer than everything here.
+    """
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    ACC_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    item = gl.program_id(0)
+    count = load_count(r, item)
+    fetch_first_query(r, s, item)
     it = 0
     sent = 0
     step = 0
@@ -222,30 +347,20 @@ def left_half(r, s):
     q_place = Q_PLACE
     while item < r.n_items:
         scale = gl.full([BLOCK_H], 1.0, gl.float32, layout=ROW) * r.to_base_2
-        if r.QUANTIZED:
-            scale *= query_scale(r, s, item, q_place, ROW)
-        else:
-            wait_full(s.full_left, step - 1, it > 0)
-            wait_full(s.full_right, step - 1, it > 0)
+        wait_full(s.full_left, step - 1, it > 0)
+        wait_full(s.full_right, step - 1, it > 0)
         fence_async_shared()
         group_barrier()
-        started = first_half_scores(s, q_place, place, step, it)
-        started = second_half_scores(s, started, q_place, place, step, it)
-        # The tensor memory accelerator has read the output of the item before, if there is one.
-        tma.store_wait(0)
-        give_back(s.empty_left, step + 1, it > 0)
+        started = gl.zeros([BLOCK_H, TILE], gl.float32, layout=SCORES)
+        started = start_scores(s.left, s.full_left, started, q_place, place, step, it, False)
+        started = start_scores(s.right, s.full_right, started, q_place, place, step, it, True)
+        give_left_back(s, step + 1, it > 0)
         tiles = item_tiles(r, item, count)
         next_item = item + gl.num_programs(0)
         count = load_count(r, next_item)
-        token, head, split = item_place(r, item)
-        heads = head + gl.arange(0, BLOCK_H, layout=ROW)
-        sink = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=ROW)
-        if r.SPLITS == 1:
-            sink = gl.load(r.sink + heads * r.stride_sink, mask=heads < r.N_HEADS, other=0.0)
-            sink *= LOG2_E
+        sink = load_sink(r, item, ROW)
         m = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=ROW)
         l = gl.zeros([BLOCK_H], gl.float32, layout=ROW)  # noqa: E741
-        exponent = -126 if r.QUANTIZED else 0
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
         scores = warpgroup_mma_wait(0, deps=[started])
         for tile in range(tiles):
@@ -254,8 +369,9 @@ def left_half(r, s):
                 give_back(s.empty_left, step + 2)
                 give_back(s.empty_right, step + 2)
             mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
-            p, rescale, grown, m, l, exponent = softmax(  # noqa: E741
-                r, s, scores, m, l, exponent, scale, it
+            rows = s.rows.index(it & 3).load(gl.SliceLayout(0, SCORES))
+            p, rescale, grown, m, l = softmax(  # noqa: E741
+                s, masked(scores, rows), m, l, 0.0, scale, sent
             )
             s.p.store(p)
             s.factor.store(rescale)
@@ -271,37 +387,24 @@ def left_half(r, s):
                 hand_over(s)
                 place = other_place(q_place, place)
                 step += 1
-                started = first_half_scores(s, q_place, place, step, it)
+                started = gl.zeros([BLOCK_H, TILE], gl.float32, layout=SCORES)
+                started = start_scores(
+                    s.left, s.full_left, started, q_place, place, step, it, False
+                )
                 # Give the other place back as soon as its last reader here is through.
                 acc = warpgroup_mma_wait(1, deps=[weighted])
                 give_back(s.empty_left, step + 1)
-                started = second_half_scores(s, started, q_place, place, step, it)
+                started = start_scores(
+                    s.right, s.full_right, started, q_place, place, step, it, True
+                )
                 scores = warpgroup_mma_wait(0, deps=[started])
         hand_over(s)
         weighted = warpgroup_mma(s.p, s.left.index(place), acc, is_async=True)
-        factor, lse = normalize(r, m, l, sink)
-        row = (token.to(gl.int64) * r.N_HEADS + heads) * r.SPLITS + split
-        exists = heads < r.N_HEADS
-        if r.SPLITS > 1:
-            row *= 2
-            factor *= power_of_two(-exponent)
-            gl.store(r.lse + row + 1, gl.full_like(lse, power_of_two(exponent)), mask=exists)
-        next_q_place = other_place(q_place, place)
-        if r.QUANTIZED:
-            # While the last product is under way; what is there if no item follows does not matter.
-            wait_full(s.full_left, step + 1, next_item < r.n_items)
-            largest = half_to_fp16(s.left, next_q_place)
-        mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
-        s.factor.store(factor)
-        mbarrier.arrive(s.p_full, count=1)
+        factor = send_factor(r, s, item, m, l, sink, zero(item), sent)
         sent += 1
-        if r.QUANTIZED:
-            wait_full(s.full_right, step + 1, next_item < r.n_items)
-            put_largest(s, larger(largest, half_to_fp16(s.right, next_q_place)))
-        gl.store(r.lse + row, lse, mask=exists)
         acc = warpgroup_mma_wait(0, deps=[weighted])
         store_half(r, s.left, place, acc, gl.convert_layout(factor, ACC_ROW), item, 0)
-        q_place, place = next_q_place, q_place
+        q_place, place = other_place(q_place, place), q_place
         step += 2
         item = next_item
     tma.store_wait(0)
@@ -324,7 +427,7 @@ def right_half(r, s):
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
         for tile in range(tiles):
             mbarrier.wait(s.p_full, received & 1)
-            if any_grown(s) & (tile > 0):
+            if any_grown(s, received) & (tile > 0):
                 acc *= gl.expand_dims(s.factor.load(ACC_ROW), 1)
             weighted = warpgroup_mma(s.p, s.right.index(place), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[weighted])
@@ -338,6 +441,13 @@ def right_half(r, s):
         mbarrier.arrive(s.p_empty, count=1)
         received += 1
         store_half(r, s.right, other_place(q_place, place), acc, factor, item, HALF)
+        # What is inside is not for plain rows, whatever the number.
+        if r.QUANTIZED:  # noqa: SIM102
+            if next_item < r.n_items:
+                wait_full(s.full_right, step)
+                put_largest(s.largest_right, half_to_fp16(s.right, place, item))
+                fence_async_shared()
+                mbarrier.arrive(s.q_right, count=1)
         tma.store_wait(0)
         give_back(s.empty_right, step + 2)
         q_place, place = place, q_place

@@ -30,6 +30,8 @@ PLAIN_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # 16-byte vectors of rows of bf16, and of words.
 VECTORS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 WORD_VECTORS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+# What is left of words in such vectors when each vector has become one.
+FOLDED_WORDS = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
 # A chunk of raw codes: 32 rows x 64 words (256 codes), 16-byte vectors. Lane bit 2 walks rows, so
 # that the stores of the dequantized tile, swizzled in lines of 128 bytes, meet no bank conflict.
 CHUNK = gl.constexpr(

@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 PLACES = gl.constexpr(3)
 Q_PLACE = gl.constexpr(2)
 """Where the first queries are; tiles begin with place 0."""
-FULL_BARRIERS = gl.constexpr(2)
-EMPTY_BARRIERS = gl.constexpr(4)
-"""Step n + 1's place may be given back before step n - 1 has taken its own."""
+BARRIERS = gl.constexpr(4)
+"""Of each kind: step n + 1's place may be given back before step n - 1 has taken its own, and be
+filled before left has seen that step n - 1's is full."""
 
 
 @gluon.jit
@@ -31,20 +31,20 @@ def other_place(q_place, place):
 @gluon.jit
 def fill(full, step):
     """Tell that half of a step is there."""
-    mbarrier.arrive(full.index(step & 1), count=1)
+    mbarrier.arrive(full.index(step & 3), count=1)
 
 
 @gluon.jit
 def fill_by_copies(full, step):
     """Tell that half of a step is there, once the copies that threads have started are."""
-    async_copy.mbarrier_arrive(full.index(step & 1))
-    mbarrier.arrive(full.index(step & 1), count=1)
+    async_copy.mbarrier_arrive(full.index(step & 3))
+    mbarrier.arrive(full.index(step & 3), count=1)
 
 
 @gluon.jit
 def wait_full(full, step, condition=True):
     """Wait until half of a step is there."""
-    mbarrier.wait(full.index(step & 1), (step >> 1) & 1, pred=condition)
+    mbarrier.wait(full.index(step & 3), (step >> 2) & 1, pred=condition)
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ from fp8kv_inductor.kernels.hopper.items import fetch, item_place, zero
 from fp8kv_inductor.kernels.hopper.layouts import (
     BLOCK_H,
     EXPONENTS,
+    FOLDED_WORDS,
     HALF,
     OPERAND,
     OPERAND_WORDS,
@@ -84,25 +85,29 @@ def words_to_fp16(words):
 
 
 @gluon.jit
-def half_to_fp16(half, place):
-    """Convert half a query tile from bf16 in place, in two parts, for want of registers.
+def half_to_fp16(half, place, item):
+    """Convert half a query tile from bf16 in place, line by line.
 
     Returns:
-        magnitudes, as bf16 bits: the largest of neighbours, words `[BLOCK_H, HALF / 16]`.
+        magnitudes, as bf16 bits: the largest of neighbours, words `[BLOCK_H, LINE / 8]`.
     """
-    parts = reinterpret(half, gl.int32, [2 * PLACES, BLOCK_H, HALF // 4], OPERAND_WORDS)
-    first = words_to_fp16(parts.index(2 * place))
-    return larger(first, words_to_fp16(parts.index(2 * place + 1)))
+    lines = reinterpret(half, gl.int32, [PLACES * LINES, BLOCK_H, LINE // 2], OPERAND_WORDS)
+    largest = gl.zeros([BLOCK_H, LINE // 8], gl.int32, layout=FOLDED_WORDS)
+    # Not unrolled: what runs once in an item comes from far away, instruction by instruction.
+    for line in range(LINES + zero(item)):
+        found = words_to_fp16(lines.index(place * LINES + line))
+        largest = larger(largest, gl.convert_layout(found, FOLDED_WORDS, assert_trivial=True))
+    return largest
 
 
 @gluon.jit
-def put_largest(s, largest):
+def put_largest(target, largest):
     """Store the largest of the magnitudes that each warp has."""
     largest = gl.maximum(largest & 0xFFFF, largest >> 16)
     # Row 16 i + 4 w + j is with warp w.
     COLUMNS: gl.constexpr = largest.shape[1]
     by_warp = gl.permute(gl.reshape(largest, [4, 4, 4, COLUMNS]), [1, 0, 2, 3])
-    s.largest.store(gl.max(gl.reshape(by_warp, [4, BLOCK_H // 4 * COLUMNS]), 1))
+    target.store(gl.max(gl.reshape(by_warp, [4, BLOCK_H // 4 * COLUMNS]), 1))
 
 
 @gluon.jit
@@ -147,22 +152,33 @@ def query_to_scaled_fp16(r, s, item, place):
 
 
 @gluon.jit
-def fetch_query(r, s, item, place):
-    """Start copying an item's queries into a place."""
-    pointers, live = query_pointers(r, item, 0, HALF)
-    left = reinterpret(s.left, gl.bfloat16, [PLACES, BLOCK_H, HALF], OPERAND)
-    right = reinterpret(s.right, gl.bfloat16, [PLACES, BLOCK_H, HALF], OPERAND)
-    fetch(left.index(place), pointers, live)
-    fetch(right.index(place), pointers + HALF, live)
+def fetch_query_half(r, half, item, place, FIRST: gl.constexpr):
+    """Start copying features from FIRST on of an item's queries into a place."""
+    pointers, live = query_pointers(r, item, FIRST, HALF)
+    target = reinterpret(half, gl.bfloat16, [PLACES, BLOCK_H, HALF], OPERAND)
+    fetch(target.index(place), pointers, live)
 
 
 @gluon.jit
 def query_scale(r, s, item, place, LAYOUT: gl.constexpr):
     """What the queries of each head have been divided by `[BLOCK_H]`; mostly 1."""
     scale = gl.full([BLOCK_H], 1.0, gl.float32, layout=LAYOUT)
-    if not fits_fp16(gl.max(s.largest.load(EXPONENTS), 0)):
+    largest = gl.maximum(s.largest_left.load(EXPONENTS), s.largest_right.load(EXPONENTS))
+    if not fits_fp16(gl.max(largest, 0)):
         scale = gl.convert_layout(query_to_scaled_fp16(r, s, item, place), LAYOUT)
     return scale
+
+
+@gluon.jit
+def bring_query_half(r, half, full, empty, item, place, step, FIRST: gl.constexpr):
+    """Start copying features from FIRST on of an item's queries into a place that has to be free.
+
+    Args:
+        half, full, empty: left or right, and its barriers.
+    """
+    wait_empty(empty, step)
+    fetch_query_half(r, half, item, place, FIRST)
+    fill_by_copies(full, step)
 
 
 @gluon.jit
@@ -175,11 +191,13 @@ def step_behind(r, s, item, next_item, q_place, place, step):
     place = other_place(q_place, place)
     step += 1
     if (next_item != item) & (next_item < r.n_items):
-        wait_empty(s.empty_left, step)
-        wait_empty(s.empty_right, step)
-        fetch_query(r, s, next_item, place)
-        fill_by_copies(s.full_left, step)
-        fill_by_copies(s.full_right, step)
+        # The half first whose place is free first.
+        if r.QUANTIZED:
+            bring_query_half(r, s.right, s.full_right, s.empty_right, next_item, place, step, HALF)
+            bring_query_half(r, s.left, s.full_left, s.empty_left, next_item, place, step, 0)
+        else:
+            bring_query_half(r, s.left, s.full_left, s.empty_left, next_item, place, step, 0)
+            bring_query_half(r, s.right, s.full_right, s.empty_right, next_item, place, step, HALF)
         q_place, place = place, q_place
         step += 1
     return q_place, place, step

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fp8kv_inductor.formats import RowFormat
 from fp8kv_inductor.kernels.hopper.arguments import Read, Rows, Shared
 from fp8kv_inductor.kernels.hopper.gather import gather_plain, gather_quantized
-from fp8kv_inductor.kernels.hopper.halves import LOG2_E, left_half, right_half
+from fp8kv_inductor.kernels.hopper.halves import LOG2_E, left_plain, left_quantized, right_half
 from fp8kv_inductor.kernels.hopper.layouts import (
     BLOCK,
     BLOCK_H,
@@ -33,14 +33,14 @@ from fp8kv_inductor.kernels.hopper.layouts import (
     TILE,
     VECTOR_BYTES,
 )
-from fp8kv_inductor.kernels.hopper.places import EMPTY_BARRIERS, FULL_BARRIERS, PLACES
+from fp8kv_inductor.kernels.hopper.places import BARRIERS, PLACES
 from fp8kv_inductor.kernels.launch import ReadArguments, device_limits
 
 GROUP_WARPS = 4
 MAX_REGISTERS = 168
 """Per thread, on average: a third of the register file for each group, in steps of eight."""
 RIGHT_REGISTERS = 168
-GATHER_REGISTERS = 104
+GATHER_REGISTERS = 96
 """What ``right`` and ``gather`` need; ``left`` gets the rest."""
 OUT_BLOCK = [1, BLOCK_H.value, HALF.value]
 """What is stored at a time of outputs `[T, H, D]`."""
@@ -138,26 +138,28 @@ def read_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     s = Shared(
         gl.allocate_shared_memory(gl.int32, [4], PLAIN),
+        gl.allocate_shared_memory(gl.int32, [4], PLAIN),
         gl.allocate_shared_memory(FLOAT, [PLACES, TILE, HALF], OPERAND),
         gl.allocate_shared_memory(FLOAT, [PLACES, TILE, HALF], OPERAND),
         gl.allocate_shared_memory(gl.int32, [4, TILE], PLAIN),
         gl.allocate_shared_memory(gl.int32, [4, 4], PLAIN),
         gl.allocate_shared_memory(FLOAT, [BLOCK_H, TILE], OPERAND),
         gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),
-        gl.allocate_shared_memory(gl.int32, [4], PLAIN),
-        gl.allocate_shared_memory(gl.int64, [FULL_BARRIERS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [FULL_BARRIERS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [EMPTY_BARRIERS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [EMPTY_BARRIERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int32, [2, 4], PLAIN),
+        gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
     )
-    for i in gl.static_range(FULL_BARRIERS):
+    for i in gl.static_range(BARRIERS):
         mbarrier.init(s.full_left.index(i), count=1)
         mbarrier.init(s.full_right.index(i), count=1)
-    for i in gl.static_range(EMPTY_BARRIERS):
         mbarrier.init(s.empty_left.index(i), count=1)
         mbarrier.init(s.empty_right.index(i), count=1)
+    mbarrier.init(s.q_right, count=1)
     mbarrier.init(s.p_full, count=1)
     mbarrier.init(s.p_empty, count=1)
     # Launched while the kernel before still runs: what that wrote is there from here on.
@@ -171,7 +173,7 @@ def read_kernel(
         )
         gl.warp_specialize(
             [
-                (left_half, (r, s)),
+                (left_quantized, (r, s)),
                 (right_half, (r, s)),
                 (gather_quantized, (r, s, raw_first, raw_second, raw_scales)),
             ],
@@ -180,7 +182,7 @@ def read_kernel(
         )
     else:
         gl.warp_specialize(
-            [(left_half, (r, s)), (right_half, (r, s)), (gather_plain, (r, s))],
+            [(left_plain, (r, s)), (right_half, (r, s)), (gather_plain, (r, s))],
             [gl.num_warps(), gl.num_warps()],
             [RIGHT_REGISTERS, GATHER_REGISTERS],
         )
