@@ -16,7 +16,7 @@ from typing import Any
 
 from triton.runtime.jit import JITFunction
 
-from fp8kv_inductor.kernels.hopper import gather, halves, items, places, query
+from fp8kv_inductor.kernels.hopper import gather, halves, items, outputs, places, query
 from fp8kv_inductor.kernels.hopper.layouts import BLOCK_H, HALF, TILE
 
 
@@ -309,7 +309,7 @@ class Run:
 
     def _source(self) -> dict[str, Any]:
         source: dict[str, Any] = {}
-        for module in (items, places, query, gather, halves):
+        for module in (items, places, query, gather, outputs, halves):
             for name, value in vars(module).items():
                 if isinstance(value, JITFunction):
                     code, defaults = value.fn.__code__, value.fn.__defaults__

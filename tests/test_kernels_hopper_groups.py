@@ -41,7 +41,7 @@ def rows_not_waited_for(run):
 
 
 def copies_not_waited_for(run):
-    return {"fill_by_copies": lambda full, step: run.arrive(full[step & 1])}
+    return {"fill_by_copies": lambda full, step: run.arrive(full[step & 3])}
 
 
 def one_group_of_copies_too_few(run):

@@ -7,9 +7,11 @@ of its own:
 ``gather``  brings 64 rows at a time into shared memory, bf16 rows in place, quantized ones
             dequantized to fp16 on the way; and the queries of the next item, while the last tile of
             the old one is worked on
-``left``    scores = Q rows^T, softmax, and the left half of the features: acc += P rows; turns the
-            next queries into fp16, if rows are, while its last product is under way
+``left``    scores = Q rows^T, softmax, and the left half of the features: acc += P rows
 ``right``   the right half of the features; P and the rescaling factors come from ``left``
+
+Behind its output of an item, each of the last two turns its half of the next queries into fp16, if
+rows are.
 
 Parallelization: a persistent grid of at most one program per streaming multiprocessor. An item is
 one token, one block of BLOCK_H heads and one split of the token's live columns; program p works on
