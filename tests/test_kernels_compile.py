@@ -12,6 +12,7 @@ from fp8kv_inductor.kernels.act_quant import act_quant_kernel
 from fp8kv_inductor.kernels.attention import (
     choose_read_config,
     combine_kernel,
+    combine_warps,
     prefill_kernel,
     split_kernel,
 )
@@ -40,6 +41,7 @@ POINTERS = {
     **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
     **dict.fromkeys(("indices", "counts", "slots", "page_rows", "request"), "*i32"),
 }
+PARTS = {"combine": torch.float16, "combine_plain": torch.float32}
 UNIT_STRIDES = ("stride_index_column", "stride_count", "stride_sink", "stride_slots")
 
 
@@ -79,8 +81,10 @@ def compiled(name: str, arch: int):
         kernel = split_kernel
         constants, options = read_constants(arch)
         constants["SPLITS"] = 10
-    elif name == "combine":
+    elif name in PARTS:
         kernel, constants = combine_kernel, {"D": D, "SPLITS": 10, "BLOCK_S": 16, "BLOCK_D": D}
+        types["partial_out"] = f"*fp{8 * PARTS[name].itemsize}"
+        options = {"num_warps": combine_warps(PARTS[name])}
     else:
         kernel = indexer_kernel
         constants = {
@@ -97,7 +101,7 @@ def compiled(name: str, arch: int):
     )
 
 
-KERNELS = ["rope", "act_quant", "store", "store_amax", "prefill", "split", "combine", "indexer"]
+KERNELS = ["rope", "act_quant", "store", "store_amax", "prefill", "split", *PARTS, "indexer"]
 ENCODERS = ["act_quant", "store", "store_amax"]
 
 
@@ -107,6 +111,13 @@ def test_compiles_and_fits(name, arch):
     kernel = compiled(name, arch)
     assert kernel.asm["cubin"]
     assert kernel.metadata.shared <= SHARED_BYTES[arch]
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_are_added_up_within_threads(name, arch):
+    """Across warps, through shared memory, it takes five times as long."""
+    assert "bar.sync" not in compiled(name, arch).asm["ptx"]
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)

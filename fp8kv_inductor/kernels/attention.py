@@ -415,6 +415,15 @@ def combine_kernel(
         tl.store(lse + row + tl.arange(0, 1), result_lse)
 
 
+def combine_warps(dtype: torch.dtype) -> int:
+    """Warps of a combination of parts of ``dtype``.
+
+    Their threads hold 512 features in vectors of 16 bytes: each its features of every part, so that
+    parts are added up within a thread.
+    """
+    return dtype.itemsize
+
+
 class ReadConfig(NamedTuple):
     """Tile of a read: BLOCK_H heads times BLOCK_K columns, and how it is compiled."""
 
@@ -710,7 +719,6 @@ def sparse_attention(
             SPLITS=splits,
             BLOCK_S=block_s,
             BLOCK_D=combine_d,
-            # Half as many threads for half as many bytes: each has its features of every part.
-            num_warps=parts[0].element_size(),
+            num_warps=combine_warps(parts[0].dtype),
         )
     return (out if angles is None else rope(out, *angles, True)), lse
