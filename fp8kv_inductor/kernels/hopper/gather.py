@@ -108,7 +108,7 @@ def gather_quantized(r, s, raw_first, raw_second, raw_scales):
     """Rows of every tile, dequantized, in chunks of 32 rows x half a row.
 
     The codes of the next tile are on their way from the moment when those of this one have been
-    taken: the left halves to registers, the right ones to shared memory, neither of which has room
+    taken: the right halves to registers, the left ones to shared memory, neither of which has room
     for both.
     """
     SCALE_COPY: gl.constexpr = SCALES_U8 if raw_scales.dtype == gl.uint8 else SCALES
