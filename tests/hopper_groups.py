@@ -7,10 +7,11 @@ a GPU: each may take until somebody waits for it. Whoever overwrites what is sti
 what has not arrived, or waits for ever, fails.
 """
 
+import functools
 import operator
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -412,8 +413,7 @@ class Run:
         operands = [x for x in (a, b) if isinstance(x, View)]
         group.products.append([view.read_until_released() for view in operands])
         left_operand = a.contents() if isinstance(a, View) else a
-        expected = list(self.tiles_of_program())
-        item, columns = expected[group.scores // 2 if b.permuted else group.weighted]
+        item, columns = self.tiles[group.scores // 2 if b.permuted else group.weighted]
         rows = b.contents().names
         seen = {("queries", item)}
         if not b.permuted:
@@ -460,12 +460,16 @@ class Run:
         )
         return list(range(first, max(end, first + 1), TILE.value))
 
-    def tiles_of_program(self) -> Iterator[tuple[int, list[int]]]:
-        """Items and the columns of their tiles up to each tile."""
-        for item in range(self.program, self.arguments.n_items, self.programs):
-            columns = self.columns_of(item)
-            for i in range(len(columns)):
-                yield item, columns[: i + 1]
+    @functools.cached_property
+    def tiles(self) -> list[tuple[int, list[int]]]:
+        """Items of the program and the columns of their tiles up to each tile."""
+        items_columns = [
+            (item, self.columns_of(item))
+            for item in range(self.program, self.arguments.n_items, self.programs)
+        ]
+        return [
+            (item, columns[: i + 1]) for item, columns in items_columns for i in range(len(columns))
+        ]
 
     def finish(self) -> None:
         """Run to the end; check the outputs."""

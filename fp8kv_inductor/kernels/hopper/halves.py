@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fp8kv_inductor.kernels.hopper.gather import tile_exponent
-from fp8kv_inductor.kernels.hopper.items import item_place, item_tiles, load_count, zero
+from fp8kv_inductor.kernels.hopper.items import begin_item, item_place, load_count, zero
 from fp8kv_inductor.kernels.hopper.layouts import (
     ACC,
     BLOCK_H,
@@ -28,7 +28,6 @@ from fp8kv_inductor.kernels.hopper.query import (
     fetch_query_half,
     half_to_fp16,
     power_of_two,
-    put_largest,
     query_scale,
 )
 from fp8kv_inductor.kernels.hopper.renamed import group_barrier
@@ -65,13 +64,14 @@ def any_grown(s, sent):
 
 
 @gluon.jit
-def softmax(s, scores, m, l, exponent, scale, sent):  # noqa: E741
+def softmax(s, scores, rows, m, l, exponent, scale, sent):  # noqa: E741
     """Weights of a tile, in base 2, and the running shift and sum.
 
     The shift follows the maximum only where that exceeds it by more than ``SLACK``, so that
     accumulators seldom have to be rescaled.
 
     Args:
+        rows: of the pool, negative where dead.
         exponent: rows were divided by 2^exponent.
         scale: what makes scores of the rows as they were, in base 2, out of these.
 
@@ -79,6 +79,7 @@ def softmax(s, scores, m, l, exponent, scale, sent):  # noqa: E741
         p `[BLOCK_H, TILE]` times 2^exponent; what to multiply accumulators with if any shift has
         grown; whether one has; m; l.
     """
+    scores = gl.where(gl.expand_dims(rows >= 0, 0), scores, MINUS_INF)
     largest = gl.max(scores, 1) * scale
     grown = largest > m + SLACK
     s.grown.index(sent & 1).store(gl.max(gl.reshape(grown.to(gl.int32), [4, BLOCK_H // 4]), 1))
@@ -117,21 +118,26 @@ def give_left_back(s, step, condition):
 
 
 @gluon.jit
-def masked(scores, rows):
-    """Scores, -inf where a row is dead."""
-    return gl.where(gl.expand_dims(rows >= 0, 0), scores, MINUS_INF)
+def give_query_back(s, step):
+    """Give the place of the queries back, behind the scores of an item's last tile in ``step``."""
+    give_back(s.empty_left, step + 2)
+    give_back(s.empty_right, step + 2)
 
 
 @gluon.jit
-def load_sink(r, item, LAYOUT: gl.constexpr):
-    """Sinks of an item's heads in base 2; -inf for a part, which is combined with it later."""
+def begin_softmax(r, item, LAYOUT: gl.constexpr):
+    """Sinks of an item's heads in base 2, and the running shift and sum, of nothing yet.
+
+    The sinks of a part are -inf: it is combined with them later.
+    """
     sink = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=LAYOUT)
     if r.SPLITS == 1:
         _, head, _ = item_place(r, item)
         heads = head + gl.arange(0, BLOCK_H, layout=LAYOUT)
         sink = gl.load(r.sink + heads * r.stride_sink, mask=heads < r.N_HEADS, other=0.0)
         sink *= LOG2_E
-    return sink
+    m = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=LAYOUT)
+    return sink, m, gl.zeros([BLOCK_H], gl.float32, layout=LAYOUT)
 
 
 @gluon.jit
@@ -176,8 +182,8 @@ def left_quantized(r, s):
     count = load_count(r, item)
     fetch_first_query(r, s, item)
     # The right half of the first queries is left's, too.
-    put_largest(s.largest_left, half_to_fp16(s.left, Q_PLACE, item))
-    put_largest(s.largest_right, half_to_fp16(s.right, Q_PLACE, item))
+    half_to_fp16(s.left, Q_PLACE, s.largest_left, item)
+    half_to_fp16(s.right, Q_PLACE, s.largest_right, item)
     done = 0
     it = 0
     sent = 0
@@ -191,12 +197,8 @@ def left_quantized(r, s):
         scale = r.to_base_2 * query_scale(r, s, item, q_place, ROW)
         fence_async_shared()
         group_barrier()
-        tiles = item_tiles(r, item, count)
-        next_item = item + gl.num_programs(0)
-        count = load_count(r, next_item)
-        sink = load_sink(r, item, ROW)
-        m = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=ROW)
-        l = gl.zeros([BLOCK_H], gl.float32, layout=ROW)  # noqa: E741
+        tiles, next_item, count = begin_item(r, item, count)
+        sink, m, l = begin_softmax(r, item, ROW)  # noqa: E741
         part_exponent = -126
         for tile in range(tiles):
             started = gl.zeros([BLOCK_H, TILE], gl.float32, layout=SCORES)
@@ -214,11 +216,9 @@ def left_quantized(r, s):
             exponent = gl.maximum(exponent, 0).to(gl.float32)
             scores = warpgroup_mma_wait(1, deps=[started])
             if tile == tiles - 1:
-                # The queries have been read for the last time.
-                give_back(s.empty_left, step + 2)
-                give_back(s.empty_right, step + 2)
+                give_query_back(s, step)
             p, rescale, grown, m, l = softmax(  # noqa: E741
-                s, masked(scores, rows), m, l, exponent, scale * gl.exp2(exponent), sent
+                s, scores, rows, m, l, exponent, scale * gl.exp2(exponent), sent
             )
             acc = warpgroup_mma_wait(0, deps=[weighted])
             give_left_back(s, step + 1, it > 0)
@@ -242,7 +242,7 @@ def left_quantized(r, s):
         store_half(r, s.left, last_place, acc, gl.convert_layout(factor, ACC_ROW), item, 0)
         if next_item < r.n_items:
             wait_full(s.full_left, step)
-            put_largest(s.largest_left, half_to_fp16(s.left, place, item))
+            half_to_fp16(s.left, place, s.largest_left, item)
         q_place, place = place, q_place
         step += 1
         done += 1
@@ -277,23 +277,17 @@ def left_plain(r, s):
         started = start_scores(s.left, s.full_left, started, q_place, place, step, it, False)
         started = start_scores(s.right, s.full_right, started, q_place, place, step, it, True)
         give_left_back(s, step + 1, it > 0)
-        tiles = item_tiles(r, item, count)
-        next_item = item + gl.num_programs(0)
-        count = load_count(r, next_item)
-        sink = load_sink(r, item, ROW)
-        m = gl.full([BLOCK_H], MINUS_INF, gl.float32, layout=ROW)
-        l = gl.zeros([BLOCK_H], gl.float32, layout=ROW)  # noqa: E741
+        tiles, next_item, count = begin_item(r, item, count)
+        sink, m, l = begin_softmax(r, item, ROW)  # noqa: E741
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
         scores = warpgroup_mma_wait(0, deps=[started])
         for tile in range(tiles):
             if tile == tiles - 1:
-                # The queries have been read for the last time.
-                give_back(s.empty_left, step + 2)
-                give_back(s.empty_right, step + 2)
+                give_query_back(s, step)
             mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
             rows = s.rows.index(it & 3).load(gl.SliceLayout(0, SCORES))
             p, rescale, grown, m, l = softmax(  # noqa: E741
-                s, masked(scores, rows), m, l, 0.0, scale, sent
+                s, scores, rows, m, l, 0.0, scale, sent
             )
             s.p.store(p)
             s.factor.store(rescale)
@@ -343,9 +337,7 @@ def right_half(r, s):
     place = 0
     q_place = Q_PLACE
     while item < r.n_items:
-        tiles = item_tiles(r, item, count)
-        next_item = item + gl.num_programs(0)
-        count = load_count(r, next_item)
+        tiles, next_item, count = begin_item(r, item, count)
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
         for tile in range(tiles):
             mbarrier.wait(s.p_full, received & 1)
@@ -367,7 +359,7 @@ def right_half(r, s):
         if r.QUANTIZED:  # noqa: SIM102
             if next_item < r.n_items:
                 wait_full(s.full_right, step)
-                put_largest(s.largest_right, half_to_fp16(s.right, place, item))
+                half_to_fp16(s.right, place, s.largest_right, item)
                 fence_async_shared()
                 mbarrier.arrive(s.q_right, count=1)
         tma.store_wait(0)

@@ -54,6 +54,14 @@ def item_tiles(r, item, count):
 
 
 @gluon.jit
+def begin_item(r, item, count):
+    """Tiles of an item with so many live columns; the item behind it, and that one's columns."""
+    tiles = item_tiles(r, item, count)
+    next_item = item + gl.num_programs(0)
+    return tiles, next_item, load_count(r, next_item)
+
+
+@gluon.jit
 def next_tile(r, item, column, end, next_count):
     """Advance a cursor: item, its current column and end, and the count of the item behind it."""
     column += TILE

@@ -85,22 +85,6 @@ def words_to_fp16(words):
 
 
 @gluon.jit
-def half_to_fp16(half, place, item):
-    """Convert half a query tile from bf16 in place, line by line.
-
-    Returns:
-        magnitudes, as bf16 bits: the largest of neighbours, words `[BLOCK_H, LINE / 8]`.
-    """
-    lines = reinterpret(half, gl.int32, [PLACES * LINES, BLOCK_H, LINE // 2], OPERAND_WORDS)
-    largest = gl.zeros([BLOCK_H, LINE // 8], gl.int32, layout=FOLDED_WORDS)
-    # Not unrolled: what runs once in an item comes from far away, instruction by instruction.
-    for line in range(LINES + zero(item)):
-        found = words_to_fp16(lines.index(place * LINES + line))
-        largest = larger(largest, gl.convert_layout(found, FOLDED_WORDS, assert_trivial=True))
-    return largest
-
-
-@gluon.jit
 def put_largest(target, largest):
     """Store the largest of the magnitudes that each warp has."""
     largest = gl.maximum(largest & 0xFFFF, largest >> 16)
@@ -108,6 +92,23 @@ def put_largest(target, largest):
     COLUMNS: gl.constexpr = largest.shape[1]
     by_warp = gl.permute(gl.reshape(largest, [4, 4, 4, COLUMNS]), [1, 0, 2, 3])
     target.store(gl.max(gl.reshape(by_warp, [4, BLOCK_H // 4 * COLUMNS]), 1))
+
+
+@gluon.jit
+def half_to_fp16(half, place, target, item):
+    """Convert half of an item's queries from bf16 in place, line by line.
+
+    Args:
+        target: gets the largest magnitude of each warp, as bf16 bits.
+        item: any number of which the compiler does not know whether it is small.
+    """
+    lines = reinterpret(half, gl.int32, [PLACES * LINES, BLOCK_H, LINE // 2], OPERAND_WORDS)
+    largest = gl.zeros([BLOCK_H, LINE // 8], gl.int32, layout=FOLDED_WORDS)
+    # Not unrolled: what runs once in an item comes from far away, instruction by instruction.
+    for line in range(LINES + zero(item)):
+        found = words_to_fp16(lines.index(place * LINES + line))
+        largest = larger(largest, gl.convert_layout(found, FOLDED_WORDS, assert_trivial=True))
+    put_largest(target, largest)
 
 
 @gluon.jit
