@@ -350,8 +350,8 @@ class Run:
     def check_grown(self, any_grown: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """``any_grown``, which right has to ask about the tile whose weights it takes."""
 
-        def checked(s: SimpleNamespace, sent: int) -> Tensor:
-            grown = any_grown(s, sent)
+        def checked(s: SimpleNamespace, step: int) -> Tensor:
+            grown = any_grown(s, step)
             if self.group.name == "right_half" and grown.names != s.p.contents().names:
                 raise Race(f"right takes {grown.names} for {s.p.contents().names}")
             return grown

@@ -58,13 +58,17 @@ def start_scores(half, full, scores, q_place, place, step, it, ADD: gl.constexpr
 
 
 @gluon.jit
-def any_grown(s, sent):
-    """Whether any head's shift has grown in this tile, so that accumulators have to follow."""
-    return gl.max(s.grown.index(sent & 1).load(EXPONENTS), 0) > 0
+def any_grown(s, step):
+    """Whether any head's shift has grown in this tile, so that accumulators have to follow.
+
+    What left sends to right is counted by steps: weights by that of their tile, and the factor of
+    the output, which comes behind the last, by that of the queries behind it.
+    """
+    return gl.max(s.grown.index(step & 1).load(EXPONENTS), 0) > 0
 
 
 @gluon.jit
-def softmax(s, scores, rows, m, l, exponent, scale, sent):  # noqa: E741
+def softmax(s, scores, rows, m, l, exponent, scale, step):  # noqa: E741
     """Weights of a tile, in base 2, and the running shift and sum.
 
     The shift follows the maximum only where that exceeds it by more than ``SLACK``, so that
@@ -82,14 +86,14 @@ def softmax(s, scores, rows, m, l, exponent, scale, sent):  # noqa: E741
     scores = gl.where(gl.expand_dims(rows >= 0, 0), scores, MINUS_INF)
     largest = gl.max(scores, 1) * scale
     grown = largest > m + SLACK
-    s.grown.index(sent & 1).store(gl.max(gl.reshape(grown.to(gl.int32), [4, BLOCK_H // 4]), 1))
+    s.grown.index(step & 1).store(gl.max(gl.reshape(grown.to(gl.int32), [4, BLOCK_H // 4]), 1))
     new_m = gl.where(grown, largest, m)
     # While nothing was live, -inf - -inf must not become NaN.
     shift = gl.where(new_m == MINUS_INF, 0.0, new_m)
     p = gl.exp2(scores * gl.expand_dims(scale, 1) - gl.expand_dims(shift - exponent, 1))
     rescale = gl.exp2(m - shift)
     l = l * rescale + gl.sum(p, 1) * gl.exp2(-exponent)  # noqa: E741
-    return p.to(s.p.dtype), rescale, any_grown(s, sent), new_m, l
+    return p.to(s.p.dtype), rescale, any_grown(s, step), new_m, l
 
 
 @gluon.jit
@@ -141,7 +145,7 @@ def begin_softmax(r, item, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def send_factor(r, s, item, m, l, sink, part_exponent, sent):  # noqa: E741
+def send_factor(r, s, item, m, l, sink, part_exponent, step):  # noqa: E741
     """What the output is multiplied with: to right and, `[BLOCK_H]`, to the caller. Writes lse."""
     LAYOUT: gl.constexpr = m.type.layout
     factor, lse = normalize(r, m, l, sink)
@@ -153,7 +157,7 @@ def send_factor(r, s, item, m, l, sink, part_exponent, sent):  # noqa: E741
         row *= 2
         factor *= power_of_two(-part_exponent)
         gl.store(r.lse + row + 1, gl.full_like(lse, power_of_two(part_exponent)), mask=exists)
-    mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
+    mbarrier.wait(s.p_empty, (step & 1) ^ 1)
     s.factor.store(factor)
     mbarrier.arrive(s.p_full, count=1)
     gl.store(r.lse + row, lse, mask=exists)
@@ -186,7 +190,6 @@ def left_quantized(r, s):
     half_to_fp16(s.right, Q_PLACE, s.largest_right, item)
     done = 0
     it = 0
-    sent = 0
     step = 0
     place = 0
     last_place = 0
@@ -218,17 +221,16 @@ def left_quantized(r, s):
             if tile == tiles - 1:
                 give_query_back(s, step)
             p, rescale, grown, m, l = softmax(  # noqa: E741
-                s, scores, rows, m, l, exponent, scale * gl.exp2(exponent), sent
+                s, scores, rows, m, l, exponent, scale * gl.exp2(exponent), step
             )
             acc = warpgroup_mma_wait(0, deps=[weighted])
             give_left_back(s, step + 1, it > 0)
             if grown & (tile > 0):
                 acc *= gl.expand_dims(gl.convert_layout(rescale, ACC_ROW), 1)
-            mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
+            mbarrier.wait(s.p_empty, (step & 1) ^ 1)
             s.p.store(p)
             s.factor.store(rescale)
             hand_over(s)
-            sent += 1
             it += 1
             last_place = place
             place = other_place(q_place, place)
@@ -236,8 +238,7 @@ def left_quantized(r, s):
         weighted = warpgroup_mma(
             s.p, s.left.index(last_place), acc, use_acc=tiles > 1, is_async=True
         )
-        factor = send_factor(r, s, item, m, l, sink, part_exponent, sent)
-        sent += 1
+        factor = send_factor(r, s, item, m, l, sink, part_exponent, step)
         acc = warpgroup_mma_wait(0, deps=[weighted])
         store_half(r, s.left, last_place, acc, gl.convert_layout(factor, ACC_ROW), item, 0)
         if next_item < r.n_items:
@@ -263,7 +264,6 @@ def left_plain(r, s):
     count = load_count(r, item)
     fetch_first_query(r, s, item)
     it = 0
-    sent = 0
     step = 0
     place = 0
     q_place = Q_PLACE
@@ -284,17 +284,16 @@ def left_plain(r, s):
         for tile in range(tiles):
             if tile == tiles - 1:
                 give_query_back(s, step)
-            mbarrier.wait(s.p_empty, (sent & 1) ^ 1)
+            mbarrier.wait(s.p_empty, (step & 1) ^ 1)
             rows = s.rows.index(it & 3).load(gl.SliceLayout(0, SCORES))
             p, rescale, grown, m, l = softmax(  # noqa: E741
-                s, scores, rows, m, l, 0.0, scale, sent
+                s, scores, rows, m, l, 0.0, scale, step
             )
             s.p.store(p)
             s.factor.store(rescale)
             if grown & (tile > 0):
                 acc *= gl.expand_dims(gl.convert_layout(rescale, ACC_ROW), 1)
             it += 1
-            sent += 1
             # The product of the last tile comes behind the loop: ptxas serializes all of them if
             # one is under way at a branch.
             if tile < tiles - 1:
@@ -316,8 +315,7 @@ def left_plain(r, s):
                 scores = warpgroup_mma_wait(0, deps=[started])
         hand_over(s)
         weighted = warpgroup_mma(s.p, s.left.index(place), acc, is_async=True)
-        factor = send_factor(r, s, item, m, l, sink, zero(item), sent)
-        sent += 1
+        factor = send_factor(r, s, item, m, l, sink, zero(item), step + 1)
         acc = warpgroup_mma_wait(0, deps=[weighted])
         store_half(r, s.left, place, acc, gl.convert_layout(factor, ACC_ROW), item, 0)
         q_place, place = other_place(q_place, place), q_place
@@ -332,7 +330,6 @@ def right_half(r, s):
     ACC_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     item = gl.program_id(0)
     count = load_count(r, item)
-    received = 0
     step = 0
     place = 0
     q_place = Q_PLACE
@@ -340,8 +337,8 @@ def right_half(r, s):
         tiles, next_item, count = begin_item(r, item, count)
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, layout=ACC)
         for tile in range(tiles):
-            mbarrier.wait(s.p_full, received & 1)
-            if any_grown(s, received) & (tile > 0):
+            mbarrier.wait(s.p_full, step & 1)
+            if any_grown(s, step) & (tile > 0):
                 acc *= gl.expand_dims(s.factor.load(ACC_ROW), 1)
             weighted = warpgroup_mma(s.p, s.right.index(place), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[weighted])
@@ -349,11 +346,9 @@ def right_half(r, s):
             mbarrier.arrive(s.p_empty, count=1)
             place = other_place(q_place, place)
             step += 1
-            received += 1
-        mbarrier.wait(s.p_full, received & 1)
+        mbarrier.wait(s.p_full, step & 1)
         factor = s.factor.load(ACC_ROW)
         mbarrier.arrive(s.p_empty, count=1)
-        received += 1
         store_half(r, s.right, other_place(q_place, place), acc, factor, item, HALF)
         # What is inside is not for plain rows, whatever the number.
         if r.QUANTIZED:  # noqa: SIM102
